@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The random model: same bytes for a seed, and vLLM's own loader takes it."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vllm_sparse_mla.serving.tiny_model import (
+    SPECS,
+    get_spec,
+    iter_tensor_shapes,
+    make_config,
+    write_model,
+)
+
+# Builds vLLM's real DeepSeek-V3.2 model on the CPU and loads the checkpoint.
+# No attention backend resolves without a GPU, so the attention layer's own
+# constructor is replaced; every weight still belongs to vLLM's modules. Runs in
+# a process of its own because it rebinds vLLM's platform and default dtype.
+LOAD_SCRIPT = """
+import sys
+import torch
+from safetensors.torch import load_file
+from vllm.config import DeviceConfig, ModelConfig, VllmConfig
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.platforms import current_platform
+
+folder, store = sys.argv[1:]
+current_platform.device_type = "cpu"
+
+def init(self, *, prefix, kv_b_proj, **kwargs):
+    torch.nn.Module.__init__(self)
+    self.kv_b_proj = kv_b_proj
+    self.use_pcp = False
+    self.kv_cache_dtype = "auto"
+    self.impl = None
+    self.layer_name = prefix
+    for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "num_heads"):
+        setattr(self, name, kwargs[name])
+
+MLAAttention.__init__ = init
+model_config = ModelConfig(
+    model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096
+)
+config = VllmConfig(
+    model_config=model_config, device_config=DeviceConfig(device="cpu")
+)
+assert model_config.use_mla and model_config.hf_text_config.index_topk == 512
+torch.set_default_dtype(torch.bfloat16)
+with set_current_vllm_config(config):
+    init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+    initialize_model_parallel(1, 1)
+    from vllm.models.deepseek_v32.nvidia.model import DeepseekV32ForCausalLM
+
+    model = DeepseekV32ForCausalLM(vllm_config=config)
+for parameter in model.parameters():
+    parameter.data.fill_(float("nan"))
+loaded = model.load_weights(load_file(f"{folder}/model.safetensors").items())
+names = {name for name, _ in model.named_parameters()}
+assert loaded == names, names ^ loaded
+assert not [n for n, p in model.named_parameters() if p.isnan().any()]
+print("loaded", len(loaded))
+"""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), "tiny")
+
+
+def _sha256(path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_same_seed_gives_the_same_bytes(model_folder, tmp_path):
+    again = write_model(tmp_path / "again", "tiny")
+    other = write_model(tmp_path / "other", "tiny", seed=1)
+    for file in ("model.safetensors", "config.json"):
+        assert _sha256(again / file) == _sha256(model_folder / file)
+    assert _sha256(other / "model.safetensors") != _sha256(
+        model_folder / "model.safetensors"
+    )
+
+
+def test_vllm_loads_every_parameter(model_folder, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD_SCRIPT, str(model_folder), str(tmp_path / "s")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "loaded 45" in run.stdout
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_config_agrees_with_tensors(name):
+    spec = get_spec(name)
+    config = make_config(spec)
+    shapes = {name: shape for name, shape, _ in iter_tensor_shapes(spec)}
+    assert json.loads(json.dumps(config)) == config
+    prefix = f"model.layers.{config['num_hidden_layers'] - 1}.self_attn"
+    qk_head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    assert shapes[f"{prefix}.q_b_proj.weight"] == (
+        config["num_attention_heads"] * qk_head_dim,
+        config["q_lora_rank"],
+    )
+    # All layers dense: the loader is never handed an expert.
+    assert config["first_k_dense_replace"] == config["num_hidden_layers"]
+
+
+def test_unknown_name_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name must be one of .* got 'huge'"):
+        write_model(tmp_path, "huge")
