@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""CuTe DSL kernel that turns top-k rows into a bit-packed attention mask.
+
+One block owns a piece of up to ``tile_words`` words of a mask row. It assembles the
+bitmap in shared memory with atomic ORs and writes each word of the row once, 16 bytes
+at a time, so the row is defined whatever the output held before:
+
+    topk row (int32, gmem) -> registers -> bitmap (smem) -> mask row (gmem)
+
+A block walks the rows ``blockIdx.x, blockIdx.x + gridDim.x, ...`` of request
+``blockIdx.y``, and the indices of its next row are in flight while it works on the
+present one. ``blockIdx.z`` numbers the pieces of a row too wide for shared memory.
+
+A key index ``k`` becomes bit ``p = k - range_start`` iff ``k >= 0``,
+``0 <= p < range_len`` and ``p < max_seq_len``; without ranges ``range_start`` is 0 and
+``range_len`` unbounded. Every length and stride is a runtime value.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, Uint32
+
+from vllm.model_executor.warmup.jit_warmup import kernel_launcher
+from vllm.model_executor.warmup.jit_warmup_cutedsl_helper import (
+    CuTeDSLLaunchSpec,
+    VllmCuTeDSLJitKernel,
+)
+
+VECTOR_WORDS = 4  # int32 values in one 16-byte access
+MAX_GRID_YZ = 65535
+
+
+@dataclass(frozen=True)
+class TopkMaskTuning:
+    """Compile-time shape of the kernel, the same for every call of a process.
+
+    Attributes:
+        threads: threads of a block.
+        vectors: 16-byte loads of a thread in flight; ``threads * vectors * 4``
+            indices (2048) are read at once.
+        blocks_per_sm: blocks to be resident on a multiprocessor; caps the registers.
+        tile_words: words of a mask row assembled in shared memory (16 KiB).
+        combine: OR bits of one word within a thread's 4 indices before the atomic.
+    """
+
+    threads: int = 256
+    vectors: int = 2
+    blocks_per_sm: int = 6
+    tile_words: int = 4096
+    combine: bool = True
+
+
+DEFAULT_TUNING = TopkMaskTuning()
+
+
+def plan_grid(
+    batch_size: int,
+    max_q_len: int,
+    num_words: int,
+    num_sms: int,
+    tuning: TopkMaskTuning = DEFAULT_TUNING,
+) -> tuple[int, int, int]:
+    """Choose a grid that fills the GPU once, and gives small inputs a block per row.
+
+    Returns:
+        ``(row blocks per request, requests, pieces per row)``.
+
+    Raises:
+        ValueError: more requests or pieces than a grid has room for.
+    """
+    pieces = -(-num_words // tuning.tile_words)
+    for name, count in (("batch_size", batch_size), ("pieces per row", pieces)):
+        if count > MAX_GRID_YZ:
+            raise ValueError(f"{name} must be at most {MAX_GRID_YZ}, got {count}.")
+    slots = num_sms * tuning.blocks_per_sm
+    rows_per_block = max(1, -(-batch_size * max_q_len * pieces // slots))
+    return -(-max_q_len // rows_per_block), batch_size, pieces
+
+
+def rows_are_vectorizable(topk: torch.Tensor) -> bool:
+    """Whether each row of `topk` starts on a 16-byte boundary."""
+    return topk.data_ptr() % 16 == 0 and topk.stride(0) % VECTOR_WORDS == 0
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class _TopkMaskProgram:
+    """The device program of one compile key."""
+
+    def __init__(
+        self,
+        tuning: TopkMaskTuning,
+        vectorized: bool,
+        has_ranges: bool,
+        has_key_starts: bool,
+    ) -> None:
+        self.threads = tuning.threads
+        self.vectors = tuning.vectors
+        self.blocks_per_sm = tuning.blocks_per_sm
+        self.tile_words = tuning.tile_words
+        self.combine = tuning.combine
+        self.vectorized = vectorized
+        self.has_ranges = has_ranges
+        self.has_key_starts = has_key_starts
+
+    @cute.jit
+    def __call__(
+        self,
+        topk: cute.Tensor,
+        cu_q_lens: cute.Tensor,
+        out: cute.Tensor,
+        key_starts: cute.Tensor | None,
+        range_starts: cute.Tensor | None,
+        range_lens: cute.Tensor | None,
+        max_q_len: Int32,
+        max_seq_len: Int32,
+        row_blocks: Int32,
+        batch_size: Int32,
+        pieces: Int32,
+        stream: CUstream,
+    ):
+        self.kernel(
+            topk,
+            cu_q_lens,
+            out,
+            key_starts,
+            range_starts,
+            range_lens,
+            max_q_len,
+            max_seq_len,
+        ).launch(
+            grid=(row_blocks, batch_size, pieces),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.jit
+    def load_indices(
+        self,
+        row: cute.Pointer,
+        chunk: Int32,
+        num_topk: Int32,
+        tid: Int32,
+        indices: cute.Tensor,
+    ):
+        """Read this thread's indices of one chunk; -1 past the end.
+
+        Vectorized, columns past the last whole vector are left to `scatter_tail`.
+        """
+        step = cutlass.const_expr(self.threads * self.vectors)
+        indices.fill(-1)
+        if cutlass.const_expr(self.vectorized):
+            num_vectors = num_topk // VECTOR_WORDS
+            for j in cutlass.range_constexpr(self.vectors):
+                vector = chunk * step + j * self.threads + tid
+                if vector < num_vectors:
+                    source = cute.make_tensor(
+                        (row + vector * VECTOR_WORDS).align(16),
+                        cute.make_layout(VECTOR_WORDS),
+                    )
+                    cute.autovec_copy(source, indices[None, j])
+        else:
+            for j in cutlass.range_constexpr(self.vectors):
+                for e in cutlass.range_constexpr(VECTOR_WORDS):
+                    column = (
+                        chunk * step * VECTOR_WORDS
+                        + (j * VECTOR_WORDS + e) * self.threads
+                        + tid
+                    )
+                    if column < num_topk:
+                        indices[e, j] = row[column]
+
+    @cute.jit
+    def position(self, index: Int32, base: Uint32, limit: Uint32):
+        """Bit position of a key in the piece, and whether it belongs there."""
+        position = Uint32(index) - base
+        inside = position < limit
+        if cutlass.const_expr(self.has_ranges):
+            # Without ranges base + limit <= 2**31, so this follows.
+            inside = inside and index >= Int32(0)
+        return position, inside
+
+    @cute.jit
+    def or_word(self, bitmap: cute.Tensor, word: Uint32, bits: Uint32):
+        cute.arch.atomic_or(
+            bitmap.iterator + Int32(word), bits, sem="relaxed", scope="cta"
+        )
+
+    @cute.jit
+    def scatter(
+        self,
+        indices: cute.Tensor,
+        base: Uint32,
+        limit: Uint32,
+        bitmap: cute.Tensor,
+    ):
+        """OR the bits of this thread's indices into the bitmap."""
+        for j in cutlass.range_constexpr(self.vectors):
+            if cutlass.const_expr(self.combine):
+                pending_word = Uint32(0)
+                pending_bits = Uint32(0)
+                for e in cutlass.range_constexpr(VECTOR_WORDS):
+                    position, inside = self.position(indices[e, j], base, limit)
+                    word = position >> Uint32(5)
+                    if word != pending_word and pending_bits != Uint32(0):
+                        self.or_word(bitmap, pending_word, pending_bits)
+                    if word != pending_word:
+                        pending_bits = Uint32(0)
+                    pending_word = word
+                    if inside:
+                        pending_bits = pending_bits | (
+                            Uint32(1) << (position & Uint32(31))
+                        )
+                if pending_bits != Uint32(0):
+                    self.or_word(bitmap, pending_word, pending_bits)
+            else:
+                for e in cutlass.range_constexpr(VECTOR_WORDS):
+                    position, inside = self.position(indices[e, j], base, limit)
+                    if inside:
+                        self.or_word(
+                            bitmap,
+                            position >> Uint32(5),
+                            Uint32(1) << (position & Uint32(31)),
+                        )
+
+    @cute.jit
+    def scatter_tail(
+        self,
+        row: cute.Pointer,
+        num_topk: Int32,
+        tid: Int32,
+        base: Uint32,
+        limit: Uint32,
+        bitmap: cute.Tensor,
+    ):
+        """Scatter the up to 3 indices past the last whole vector."""
+        column = num_topk // VECTOR_WORDS * VECTOR_WORDS + tid
+        if column < num_topk:
+            position, inside = self.position(row[column], base, limit)
+            if inside:
+                self.or_word(
+                    bitmap,
+                    position >> Uint32(5),
+                    Uint32(1) << (position & Uint32(31)),
+                )
+
+    @cute.jit
+    def store_vector(self, row: cute.Pointer, vector: Int32, words: cute.Tensor):
+        target = cute.make_tensor(
+            cute.recast_ptr(row + vector * VECTOR_WORDS, dtype=Uint32).align(16),
+            cute.make_layout(VECTOR_WORDS),
+        )
+        cute.autovec_copy(words, target)
+
+    @cute.kernel
+    def kernel(
+        self,
+        topk: cute.Tensor,
+        cu_q_lens: cute.Tensor,
+        out: cute.Tensor,
+        key_starts: cute.Tensor | None,
+        range_starts: cute.Tensor | None,
+        range_lens: cute.Tensor | None,
+        max_q_len: Int32,
+        max_seq_len: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        first_row, request, piece = cute.arch.block_idx()
+        row_step, _, _ = cute.arch.grid_dim()
+        threads = cutlass.const_expr(self.threads)
+        num_topk = topk.shape[1]
+        num_words = out.shape[2]
+
+        bitmap = cutlass.utils.SmemAllocator().allocate_tensor(
+            Uint32,
+            cute.make_layout((VECTOR_WORDS, self.tile_words // VECTOR_WORDS)),
+            byte_alignment=16,
+        )
+
+        # Rows [0, num_rows) of the request have a top-k row, the rest are all zero.
+        q_start = Int32(cu_q_lens[request])
+        q_end = cutlass.min(Int32(cu_q_lens[request + 1]), Int32(topk.shape[0]))
+        num_rows = cutlass.min(q_end - q_start, max_q_len)
+
+        # The piece holds the bits [base, base + limit) of a row.
+        first_word = piece * self.tile_words
+        piece_words = cutlass.min(num_words - first_word, Int32(self.tile_words))
+        num_vectors = piece_words // VECTOR_WORDS
+        num_keys = max_seq_len
+        range_start = Int32(0)
+        if cutlass.const_expr(self.has_ranges):
+            range_start = Int32(range_starts[request])
+            num_keys = cutlass.min(num_keys, Int32(range_lens[request]))
+        left = cutlass.min(
+            Int64(num_keys) - Int64(first_word) * 32, Int64(piece_words) * 32
+        )
+        limit = Uint32(cutlass.max(left, Int64(0)))
+        base = Uint32(range_start) + Uint32(first_word) * Uint32(32)
+
+        topk_rows = topk.iterator + Int64(q_start) * Int64(topk.stride[0])
+        out_rows = (
+            out.iterator + Int64(request) * Int64(out.stride[0]) + Int64(first_word)
+        )
+        topk_step = Int64(topk.stride[0])
+        out_step = Int64(out.stride[1])
+
+        shape = cutlass.const_expr((VECTOR_WORDS, self.vectors))
+        present = cute.make_rmem_tensor(shape, Int32)
+        coming = cute.make_rmem_tensor(shape, Int32)
+        words = cute.make_rmem_tensor((VECTOR_WORDS,), Uint32)
+        zeros = cute.make_rmem_tensor((VECTOR_WORDS,), Uint32)
+        zeros.fill(0)
+
+        coming.fill(-1)
+        if first_row < num_rows:
+            self.load_indices(
+                topk_rows + Int64(first_row) * topk_step, 0, num_topk, tid, coming
+            )
+        for v in range(tid, num_vectors, threads):
+            cute.autovec_copy(zeros, bitmap[None, v])
+        cute.arch.sync_threads()
+
+        num_chunks = cute.ceil_div(num_topk, threads * self.vectors * VECTOR_WORDS)
+        for row in range(first_row, num_rows, row_step):
+            topk_row = topk_rows + Int64(row) * topk_step
+            cute.autovec_copy(coming, present)
+            if row + row_step < num_rows:
+                self.load_indices(
+                    topk_rows + Int64(row + row_step) * topk_step,
+                    0,
+                    num_topk,
+                    tid,
+                    coming,
+                )
+            self.scatter(present, base, limit, bitmap)
+            for chunk in range(1, num_chunks):
+                self.load_indices(topk_row, chunk, num_topk, tid, present)
+                self.scatter(present, base, limit, bitmap)
+            if cutlass.const_expr(self.vectorized):
+                self.scatter_tail(topk_row, num_topk, tid, base, limit, bitmap)
+            cute.arch.sync_threads()
+
+            out_row = out_rows + Int64(row) * out_step
+            for v in range(tid, num_vectors, threads):
+                cute.autovec_copy(bitmap[None, v], words)
+                cute.autovec_copy(zeros, bitmap[None, v])
+                if cutlass.const_expr(self.has_key_starts):
+                    is_last = first_word + (v + 1) * VECTOR_WORDS == num_words
+                    if row == 0 and is_last:
+                        words[VECTOR_WORDS - 1] = Uint32(key_starts[request])
+                self.store_vector(out_row, v, words)
+            cute.arch.sync_threads()
+
+        # The first of this block's rows past the request's length.
+        past = first_row
+        if first_row < num_rows:
+            past = (
+                first_row + cute.ceil_div(num_rows - first_row, row_step) * row_step
+            )
+        for row in range(past, max_q_len, row_step):
+            out_row = out_rows + Int64(row) * out_step
+            for v in range(tid, num_vectors, threads):
+                words.fill(0)
+                if cutlass.const_expr(self.has_key_starts):
+                    is_last = first_word + (v + 1) * VECTOR_WORDS == num_words
+                    if row == 0 and is_last:
+                        words[VECTOR_WORDS - 1] = Uint32(key_starts[request])
+                self.store_vector(out_row, v, words)
+
+
+class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
+    """Owner of the compiled programs: at most 8, one per `CompileKey`.
+
+    Args:
+        tuning: compile-time shape of every program.
+    """
+
+    @dataclass(frozen=True)
+    class CompileKey:
+        vectorized: bool
+        has_ranges: bool
+        has_key_starts: bool
+
+    def __init__(self, tuning: TopkMaskTuning = DEFAULT_TUNING) -> None:
+        super().__init__()
+        self.tuning = tuning
+
+    def kernel(self, compile_key: CompileKey) -> Any:
+        return _TopkMaskProgram(
+            self.tuning,
+            compile_key.vectorized,
+            compile_key.has_ranges,
+            compile_key.has_key_starts,
+        )
+
+    def dispatch(  # type: ignore[override]
+        self, **compile_key_fields: bool
+    ) -> CompileKey:
+        return self.CompileKey(**compile_key_fields)
+
+    def get_warmup_keys(self, vllm_config: Any) -> list[CompileKey]:
+        """Every key that the layer can ask for: 4, or none without a top-k."""
+        topk = getattr(vllm_config.model_config.hf_text_config, "index_topk", None)
+        if not topk:
+            return []
+        # The layer passes rows of the contiguous top-k buffer.
+        return self._trace_dispatch(self.dispatch)(
+            vectorized=topk % VECTOR_WORDS == 0,
+            has_ranges=(False, True),
+            has_key_starts=(False, True),
+        )
+
+    def warmup_inputs(self, compile_key: CompileKey) -> tuple[Any, ...]:
+        def vector() -> Any:
+            return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,))
+
+        topk = cute.runtime.make_fake_tensor(
+            Int32,
+            (cute.sym_int(), cute.sym_int()),
+            stride=(cute.sym_int64(), 1),
+            assumed_align=16 if compile_key.vectorized else 4,
+        )
+        out = cute.runtime.make_fake_tensor(
+            Int32,
+            (cute.sym_int(), cute.sym_int(), cute.sym_int()),
+            stride=(cute.sym_int64(), cute.sym_int64(), 1),
+            assumed_align=16,
+        )
+        return (
+            topk,
+            vector(),
+            out,
+            vector() if compile_key.has_key_starts else None,
+            vector() if compile_key.has_ranges else None,
+            vector() if compile_key.has_ranges else None,
+            *(Int32(1) for _ in range(5)),
+        )
+
+    @kernel_launcher
+    def __call__(
+        self,
+        topk: torch.Tensor,
+        cu_q_lens: torch.Tensor,
+        max_q_len: int,
+        max_seq_len: int,
+        out: torch.Tensor,
+        key_starts: torch.Tensor | None = None,
+        range_starts: torch.Tensor | None = None,
+        range_lens: torch.Tensor | None = None,
+    ) -> CuTeDSLLaunchSpec[CompileKey]:
+        compile_key = self.CompileKey(
+            vectorized=rows_are_vectorizable(topk),
+            has_ranges=range_starts is not None,
+            has_key_starts=key_starts is not None,
+        )
+        grid = plan_grid(
+            cu_q_lens.shape[0] - 1,
+            max_q_len,
+            out.shape[2],
+            _num_sms(out.device),
+            self.tuning,
+        )
+        return compile_key, (
+            topk,
+            cu_q_lens,
+            out,
+            key_starts,
+            range_starts,
+            range_lens,
+            max_q_len,
+            max_seq_len,
+            *grid,
+        )
+
+
+TOPK_MASK_KERNEL = TopkMaskKernel()
+
+
+def build_topk_mask_cutedsl(
+    topk: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    max_q_len: int,
+    max_seq_len: int,
+    out: torch.Tensor,
+    key_starts: torch.Tensor | None = None,
+    range_starts: torch.Tensor | None = None,
+    range_lens: torch.Tensor | None = None,
+) -> None:
+    """Write the rows ``out[:B, :max_q_len]`` of a bit-packed mask in one launch.
+
+    The arguments are taken as validated by `_build_packed_topk_mask`.
+
+    Args:
+        topk: ``[total_q, topk]`` int32, unit last stride, any row stride.
+        cu_q_lens: ``[B + 1]`` int32 on the device, first row of each request.
+        max_q_len: rows to write per request; rows past a request's length are zero.
+        max_seq_len: keys; bits at or past it are zero.
+        out: ``[>= B, >= max_q_len, W]`` int32, base and row strides multiples of 16
+            bytes, W a multiple of 4.
+        key_starts: ``[B]`` int32, written to ``out[b, 0, W - 1]``.
+        range_starts: ``[B]`` int32, first key of each request's range.
+        range_lens: ``[B]`` int32, keys of each request's range.
+
+    Raises:
+        ValueError: more than 65535 requests, or pieces of a row.
+    """
+    if cu_q_lens.shape[0] > 1 and max_q_len > 0:
+        TOPK_MASK_KERNEL(
+            topk,
+            cu_q_lens,
+            max_q_len,
+            max_seq_len,
+            out,
+            key_starts,
+            range_starts,
+            range_lens,
+        )
