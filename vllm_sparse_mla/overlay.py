@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Serves overlaid modules from the overlay tree, in place of or beside upstream's.
+
+A module that upstream has too is put together from both files:
+
+1. upstream's file runs under the private name ``<package>._upstream_<name>``, which
+   the overlay file may import;
+2. the overlay file runs under the public name;
+3. names that only upstream has are copied into the public module;
+4. in the private module, names that the overlay replaced are bound to the
+   replacements, so that upstream code which stays in use calls them.
+
+The finder is plain state of one process. A forked child inherits it; a spawned one
+gets its own when vLLM runs the plugin there.
+"""
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from vllm_sparse_mla.guard import OverlaidFile
+
+UPSTREAM_PREFIX = "_upstream_"
+
+
+def overlay_root() -> Path:
+    """Folder that holds the overlay's ``vllm/`` tree: package data, or a checkout.
+
+    Raises:
+        RuntimeError: if there is neither.
+    """
+    here = Path(__file__).resolve().parent
+    for root in (here / "_overlay", here.parent):
+        # With an __init__.py it is not the overlay but vLLM itself.
+        if (root / "vllm").is_dir() and not (root / "vllm" / "__init__.py").exists():
+            return root
+    raise RuntimeError(
+        f"no overlay tree beside {here}: install vllm-sparse-mla from its wheel, or "
+        "with 'pip install -e' from a checkout"
+    )
+
+
+def upstream_name(module: str) -> str:
+    """Private name of the upstream module that ``module`` replaces."""
+    package, _, name = module.rpartition(".")
+    return f"{package}.{UPSTREAM_PREFIX}{name}"
+
+
+def _assigned_names(target: ast.expr) -> Iterator[str]:
+    for node in ast.walk(target):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def defined_names(source: str) -> set[str]:
+    """Names that a module's source defines at its top level; imports are not counted.
+
+    Bodies of top-level if, try, with and loop statements belong to the top level.
+    """
+    names: set[str] = set()
+    pending = list(ast.parse(source).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(n for target in node.targets for n in _assigned_names(target))
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                names.update(_assigned_names(node.target))
+        else:
+            pending.extend(
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, ast.stmt | ast.ExceptHandler)
+            )
+    return {name for name in names if not name.startswith("__")}
+
+
+def _join(module: ModuleType, upstream: ModuleType, defined: set[str]) -> None:
+    """Lets each module see the other's names (steps 3 and 4 above).
+
+    Args:
+        module: the overlaid module, already executed.
+        upstream: the upstream module, already executed.
+        defined: names that either file defines.
+    """
+    ours, theirs = vars(module), vars(upstream)
+    for name in defined & ours.keys() & theirs.keys():
+        theirs[name] = ours[name]
+    for name in theirs.keys() - ours.keys():
+        if not name.startswith("__"):
+            ours[name] = theirs[name]
+
+
+class _ReplacingLoader(SourceFileLoader):
+    """Loads an overlay file that replaces an upstream one."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        private = upstream_name(module.__name__)
+        upstream = importlib.import_module(private)
+        try:
+            super().exec_module(module)
+            sources = (self.get_source(module.__name__), _source(upstream))
+            _join(module, upstream, set().union(*map(defined_names, sources)))
+        except BaseException:
+            # A later attempt starts from the beginning.
+            del sys.modules[private]
+            raise
+
+
+def _source(module: ModuleType) -> str:
+    return module.__spec__.loader.get_source(module.__name__)
+
+
+class OverlayFinder(MetaPathFinder):
+    """Finds the overlaid modules, and upstream's under their private names.
+
+    Attributes:
+        files: what is overlaid.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[OverlaidFile],
+        root: Path,
+        package_dir: Path,
+        on_load: Callable[[], None],
+    ):
+        """Prepares the table of modules.
+
+        Args:
+            files: what to overlay.
+            root: folder below which ``OverlaidFile.path`` lies.
+            package_dir: folder of the installed package.
+            on_load: called each time that a module of the overlay is looked up.
+
+        Raises:
+            FileNotFoundError: if the overlay tree lacks one of the files.
+        """
+        self.files = tuple(files)
+        self._on_load = on_load
+        self._loaders: dict[str, SourceFileLoader] = {}
+        for file in files:
+            path = root / file.path
+            if not path.is_file():
+                raise FileNotFoundError(f"the overlay tree lacks {path}")
+            if file.sha256 is None:
+                self._add(SourceFileLoader, file.module, path)
+                continue
+            self._add(_ReplacingLoader, file.module, path)
+            private = upstream_name(file.module)
+            self._add(SourceFileLoader, private, package_dir / file.path_in_package)
+
+    def _add(self, loader: type[SourceFileLoader], name: str, path: Path) -> None:
+        self._loaders[name] = loader(name, str(path))
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """See ``importlib.abc.MetaPathFinder``; None for modules not overlaid."""
+        loader = self._loaders.get(fullname)
+        if loader is None:
+            return None
+        self._on_load()
+        return spec_from_file_location(fullname, loader.path, loader=loader)
+
+
+def active_finder() -> OverlayFinder | None:
+    """The finder that is installed in this process, if any."""
+    for finder in sys.meta_path:
+        if isinstance(finder, OverlayFinder):
+            return finder
+    return None
+
+
+def install(
+    files: Sequence[OverlaidFile],
+    root: Path,
+    package_dir: Path,
+    on_load: Callable[[], None],
+) -> None:
+    """Installs a finder for ``files``; either all of them are served or none.
+
+    The arguments are those of ``OverlayFinder``.
+
+    Raises:
+        RuntimeError: if one of the modules is already imported.
+        FileNotFoundError: if the overlay tree lacks one of the files.
+    """
+    finder = OverlayFinder(files, root, package_dir, on_load)
+    for file in files:
+        module = sys.modules.get(file.module)
+        if module is not None:
+            raise RuntimeError(
+                f"{file.module} is already imported from {module.__file__}, so "
+                "vllm-sparse-mla can no longer replace it; nothing was replaced. "
+                "vllm_sparse_mla.plugin.register() has to run before that import."
+            )
+    sys.meta_path.insert(0, finder)
