@@ -22,7 +22,6 @@ def register() -> None:
     from pathlib import Path
 
     import vllm
-
     from vllm_sparse_mla import __version__, envs, guard, overlay
     from vllm_sparse_mla.early_log import OncePerProcess, log
 
