@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which files the patches change, and to what."""
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+
+from vllm_sparse_mla.export_patch.diff import Change
+from vllm_sparse_mla.export_patch.splice import Rules, splice
+from vllm_sparse_mla.export_patch.suite import REFERENCE_MODULE, exported_test
+from vllm_sparse_mla.guard import OVERLAID_FILES, VLLM_VERSION, OverlaidFile
+from vllm_sparse_mla.overlay import overlay_root
+
+# FlashAttention's repository and the copy of it inside vLLM name one package twice.
+_FA4_PACKAGES = ("vllm.vllm_flash_attn.cute", "flash_attn.cute")
+_FA4_RULES = Rules(
+    wrapped={"AttentionMask.apply_mask": "_apply_unpacked_mask"}, width=100
+)
+_RULES = {
+    "vllm.model_executor.layers.attention.sparse_mla_attention": Rules(
+        # Steps of upstream's forward_mha that the mask builder made superfluous.
+        removed=(
+            "SparseMLACommonImpl._slice_topk_per_req",
+            "SparseMLACommonImpl._remap_topk_to_ranges",
+            "SparseMLACommonImpl._try_build_global_mask",
+        ),
+    ),
+}
+
+
+def installed_vllm_root() -> Path:
+    """Folder that holds the installed ``vllm`` package.
+
+    Raises:
+        ValueError: If none is installed.
+    """
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ValueError("no vLLM is installed: name its source tree with --upstream")
+    return Path(spec.origin).parent.parent
+
+
+def tests_root() -> Path | None:
+    """Folder of the checkout's tests; None for an installed wheel."""
+    root = Path(__file__).resolve().parents[2]
+    return root / "tests" if (root / "tests/v1/attention").is_dir() else None
+
+
+def _is_fa4(file: OverlaidFile) -> bool:
+    return file.module.startswith(f"{_FA4_PACKAGES[0]}.")
+
+
+def _read_upstream(root: Path, file: OverlaidFile) -> tuple[str, str]:
+    """Upstream's text of an overlaid file, and a warning if it is another version's."""
+    path = root / file.path
+    if not path.is_file():
+        raise ValueError(
+            f"--upstream must hold vLLM {VLLM_VERSION}'s {file.path}, and {root} "
+            "has no such file"
+        )
+    data = path.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    warning = ""
+    if digest != file.sha256:
+        warning = (
+            f"{path} has SHA-256 {digest}, vLLM {VLLM_VERSION} {file.sha256}: read "
+            "the patch of this file as one against another version"
+        )
+    return data.decode(), warning
+
+
+def _overlay_change(root: Path, file: OverlaidFile, rules: Rules) -> Change:
+    overlay = (overlay_root() / file.path).read_text()
+    if file.sha256 is None:
+        return Change(file.path, None, overlay)
+    before, warning = _read_upstream(root, file)
+    spliced = splice(overlay, before, rules)
+    return Change(file.path, before, spliced.text, spliced.definitions, warning)
+
+
+def collect_vllm_changes(root: Path, tests: Path | None) -> list[Change]:
+    """Changes of vLLM's own files, FlashAttention's excepted.
+
+    Args:
+        root: Folder that holds upstream's ``vllm/``, and ``tests/`` in a source tree.
+        tests: Folder of the tests to export; None for none.
+
+    Raises:
+        ValueError: If upstream lacks a file or has no place for a definition.
+    """
+    changes = [
+        _overlay_change(root, file, _RULES.get(file.module, Rules()))
+        for file in OVERLAID_FILES
+        if not _is_fa4(file)
+    ]
+    if tests is None:
+        return changes
+    reference = Path(__file__).resolve().parents[1] / "reference.py"
+    exported = {f"{REFERENCE_MODULE.replace('.', '/')}.py": reference.read_text()}
+    for path in sorted((tests / "v1/attention").rglob("*.py")):
+        name = f"tests/{path.relative_to(tests).as_posix()}"
+        exported[name] = exported_test(path.read_text(), name)
+    for name, text in exported.items():
+        if not (root / name).is_file():
+            changes.append(Change(name, None, text))
+            continue
+        before = (root / name).read_text()
+        spliced = splice(text, before)
+        changes.append(Change(name, before, spliced.text, spliced.definitions))
+    return changes
+
+
+def collect_fa4_changes(root: Path) -> list[Change]:
+    """Changes of FlashAttention-4, at its own repository's paths.
+
+    Args:
+        root: Folder that holds upstream's ``vllm/``.
+
+    Raises:
+        ValueError: If upstream lacks a file or has no place for a definition.
+    """
+    changes = []
+    for file in filter(_is_fa4, OVERLAID_FILES):
+        change = _overlay_change(root, file, _FA4_RULES)
+        changes.append(
+            Change(
+                _in_flash_attention(file.module).replace(".", "/") + ".py",
+                _in_flash_attention(change.before),
+                _in_flash_attention(change.after),
+                change.definitions,
+                change.warning,
+            )
+        )
+    return changes
+
+
+def _in_flash_attention(text: str) -> str:
+    return text.replace(*_FA4_PACKAGES)

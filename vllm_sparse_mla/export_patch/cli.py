@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The command ``vllm-sparse-mla export-patch``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_sparse_mla.export_patch.changes import (
+    collect_fa4_changes,
+    collect_vllm_changes,
+    installed_vllm_root,
+    tests_root,
+)
+from vllm_sparse_mla.export_patch.diff import patch_text
+
+
+def command(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write; standard output if none."),
+    ] = None,
+    upstream: Annotated[
+        Path | None,
+        typer.Option(help="Folder that holds vllm/; the installed vLLM's if none."),
+    ] = None,
+    fa4: Annotated[
+        bool,
+        typer.Option(
+            "--fa4", help="Write the FlashAttention-4 patch, for flash-attention."
+        ),
+    ] = False,
+) -> None:
+    """Write the overlay as a unified diff that `git apply` takes.
+
+    Each definition of the overlay stands in it where upstream's file has its namesake;
+    new files and the tests are at upstream's paths.
+    """
+    try:
+        root = upstream if upstream is not None else installed_vllm_root()
+        if fa4:
+            changes = collect_fa4_changes(root)
+        else:
+            changes = collect_vllm_changes(root, tests_root())
+    except ValueError as error:
+        typer.echo(f"export-patch: {error}", err=True)
+        raise typer.Exit(1) from error
+    text = patch_text(changes)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text)
+    for change in changes:
+        if change.warning:
+            typer.echo(f"warning: {change.warning}", err=True)
+    if not fa4 and tests_root() is None:
+        typer.echo("warning: no tests in the patch: this is no checkout", err=True)
+    new = sum(change.before is None for change in changes)
+    definitions = sum(len(change.definitions) for change in changes)
+    typer.echo(
+        f"{len(changes) - new} files changed ({definitions} definitions), {new} new",
+        err=True,
+    )
