@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The subprocess that compiles: variants in on stdin, records out on stdout.
+
+One JSON object a line each way. The DSL latches its target when it is first
+imported, so the parent sets the target in the environment and starts one process per
+target; ``compiler`` does both.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from vllm_sparse_mla.codegen.disassembly import read_cubin, read_ptx_loads
+from vllm_sparse_mla.codegen.records import CodegenRecord
+from vllm_sparse_mla.codegen.variants import Variant
+
+# The middle shape of upstream's table. Only what FA4 specialises on reaches the
+# kernel: more than one query tile, no split.
+NUM_QUERIES = 1024
+NUM_KEYS = 8192
+NUM_HEADS = 8
+
+
+def environment(arch: str, dump_dir: Path) -> dict[str, str]:
+    """Variables that make a fresh process compile for ``arch`` with no GPU."""
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "FLASH_ATTENTION_ARCH": arch.rstrip("af"),
+        # Only selects among kernels when FA4 splits, which it is told not to do.
+        "FLASH_ATTENTION_NUM_SMS": "132" if arch.startswith("sm_90") else "148",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+        "CUTE_DSL_NO_CACHE": "1",
+        "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+        "CUTE_DSL_ARCH": arch,
+        "CUTE_DSL_KEEP_PTX": "1",
+        "CUTE_DSL_KEEP_CUBIN": "1",
+        "CUTE_DSL_DUMP_DIR": str(dump_dir),
+        "VLLM_SPARSE_MLA_STRICT": "1",
+        "VLLM_SPARSE_MLA_SM90": "1" if arch.startswith("sm_90") else "0",
+    }
+
+
+class TraceCount:
+    """Counts what happens while FA4 traces a kernel.
+
+    The DSL runs the Python of a kernel once per place where its code goes, so a plain
+    function around the mask functions sees each emission exactly once.
+    """
+
+    def __init__(self) -> None:
+        self.applications = 0
+        self.mask_calls = 0
+
+    def around(self, mask_mod: Callable) -> Callable:
+        """Return ``mask_mod`` as FA4 sees it, but counted."""
+
+        def counted(*args):
+            self.mask_calls += 1
+            return mask_mod(*args)
+
+        for name in ("__vec_size__", "__cute_hash__"):
+            if hasattr(mask_mod, name):
+                setattr(counted, name, getattr(mask_mod, name))
+        return counted
+
+    @contextmanager
+    def watching(self):
+        """Count FA4's applications of a mask to a tile of scores."""
+        from vllm.vllm_flash_attn.cute.mask import AttentionMask
+
+        names = ("apply_mask", "apply_mask_sm100")
+        originals = {name: getattr(AttentionMask, name) for name in names}
+
+        def replacement(original):
+            def apply(mask, *args, **kwargs):
+                self.applications += kwargs.get("mask_mod") is not None
+                return original(mask, *args, **kwargs)
+
+            return apply
+
+        for name, original in originals.items():
+            setattr(AttentionMask, name, replacement(original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(AttentionMask, name, original)
+
+
+def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
+    """Compile one variant in this process and read what came out.
+
+    Args:
+        variant: with the target that this process was started for.
+        dump_dir: folder where the DSL leaves cubin and PTX; emptied first.
+    """
+    from vllm_sparse_mla.codegen.callbacks import load_callback
+
+    for leftover in dump_dir.iterdir():
+        leftover.unlink()
+    mask_mod = load_callback(variant)
+    count = TraceCount()
+    vec_size = getattr(mask_mod, "__vec_size__", 1)
+    if mask_mod is not None:
+        mask_mod = count.around(mask_mod)
+    if mask_mod is not None and vec_size == 128 and variant.arch.startswith("sm_90"):
+        from vllm.vllm_flash_attn.cute.mask import packed_mask_front
+
+        mask_mod = packed_mask_front(mask_mod)
+    start = time.perf_counter()
+    with count.watching():
+        _trace(variant, mask_mod)
+    seconds = time.perf_counter() - start
+    cubin = _only_file(dump_dir, ".cubin")
+    found = read_cubin(cubin)
+    return CodegenRecord(
+        variant=variant,
+        kernel=found.kernel,
+        target=found.target,
+        cubin_bytes=cubin.stat().st_size,
+        instructions=found.instructions,
+        opcodes=found.opcodes,
+        global_loads=found.global_loads,
+        registers=found.registers,
+        local_bytes=found.local_bytes,
+        local_opcodes=found.local_opcodes,
+        ptx_loads=read_ptx_loads(_only_file(dump_dir, ".ptx").read_text()),
+        applications=count.applications,
+        mask_calls=count.mask_calls,
+        vec_size=vec_size,
+        versions=_versions() | found.versions,
+        seconds=round(seconds, 2),
+    )
+
+
+def _only_file(folder: Path, suffix: str) -> Path:
+    files = [path for path in folder.iterdir() if path.suffix == suffix]
+    if len(files) != 1:
+        raise RuntimeError(f"expected one {suffix} file from the DSL, got {len(files)}")
+    return files[0]
+
+
+def _versions() -> dict[str, str]:
+    packages = {"vllm": "vllm", "torch": "torch", "cutlass_dsl": "nvidia-cutlass-dsl"}
+    return {name: version(package) for name, package in packages.items()}
+
+
+def _trace(variant: Variant, mask_mod: Callable | None) -> None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from vllm.vllm_flash_attn.cute.interface import _flash_attn_fwd
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    with FakeTensorMode():
+        bf16 = torch.bfloat16
+        q = tensor(NUM_QUERIES, NUM_HEADS, variant.head_dim, dtype=bf16)
+        k = tensor(NUM_KEYS, NUM_HEADS, variant.head_dim, dtype=bf16)
+        v = tensor(NUM_KEYS, NUM_HEADS, variant.head_dim_v, dtype=bf16)
+        aux = {}
+        if mask_mod is not None:
+            aux_tensors = [tensor(variant.batch, NUM_QUERIES, NUM_KEYS // 32)]
+            leading_dims = [2]
+            if variant.key_starts:
+                aux_tensors.append(tensor(variant.batch))
+                leading_dims.append(0)
+            aux = {"aux_tensors": aux_tensors, "aux_tensor_leading_dims": leading_dims}
+        _flash_attn_fwd(
+            q,
+            k,
+            v,
+            cu_seqlens_q=tensor(variant.batch + 1),
+            cu_seqlens_k=tensor(variant.batch + 1),
+            max_seqlen_q=NUM_QUERIES,
+            max_seqlen_k=NUM_KEYS,
+            softmax_scale=variant.head_dim**-0.5,
+            causal=variant.causal,
+            num_splits=1,
+            return_lse=variant.lse,
+            mask_mod=mask_mod,
+            **aux,
+        )
+
+
+def serve(dump_dir: Path) -> None:
+    """Answer variants until stdin closes."""
+    # What libraries print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            record = compile_variant(Variant(**json.loads(line)), dump_dir)
+            answer = {"record": record.to_dict()}
+        except Exception as error:
+            answer = {
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+            }
+        print(json.dumps(answer), file=answers)
+
+
+def main() -> None:
+    """Entry point of the subprocess."""
+    warnings.simplefilter("ignore")
+    from vllm_sparse_mla.flash_attn_stub import install_parent_module
+
+    install_parent_module()
+    if os.environ["CUTE_DSL_ARCH"].startswith("sm_90"):
+        # FA4's mask module is replaced there, so this comes before its first import.
+        from vllm_sparse_mla.codegen.callbacks import put_overlay_in_force
+
+        put_overlay_in_force()
+    serve(Path(os.environ["CUTE_DSL_DUMP_DIR"]))
