@@ -30,8 +30,6 @@ def register() -> None:
         return
 
     files = guard.enabled_files()
-    root = overlay.overlay_root()
-    files = tuple(f for f in files if f.sha256 or (root / f.path).is_file())
     package_dir = Path(vllm.__file__).parent
     mismatch = guard.find_mismatch(files, vllm.__version__, package_dir)
     if mismatch is not None:
@@ -52,5 +50,5 @@ def register() -> None:
         f"vllm-sparse-mla {__version__} is active on vLLM {vllm.__version__}: {names}"
     )
     # A forked child does not run the plugin: it announces when it loads a module.
-    overlay.install(files, root, package_dir, on_load=announce)
+    overlay.install(files, overlay.overlay_root(), package_dir, on_load=announce)
     announce()

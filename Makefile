@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+# make run: the main job; make test: the CPU test suite; make lint: the linter.
+# Each sets up .venv where needed (minutes the first time); ARGS go to the command.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+LINTER := .venv/.linter
+
+.PHONY: run test test-stock lint
+
+run: $(INSTALLED)
+	$(BIN)/vllm-sparse-mla check $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# The tests that would run in vLLM's own CI, against vLLM without the overlay.
+test-stock: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --stock tests/v1 $(ARGS)
+
+lint: $(LINTER)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Where Debian splits ensurepip off, the pip that is there installs into .venv.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; make PYTHON=... names one"; exit 1; }
+	$(PYTHON) -m venv .venv || { \
+		$(PYTHON) -m venv --clear --without-pip .venv && \
+		$(PYTHON) -m pip --python $(BIN)/python install pip; }
+
+$(INSTALLED): requirements/common.txt requirements/test.txt pyproject.toml setup.py \
+		| $(BIN)/pip
+	@echo "Installing vLLM and what the tests need into .venv"
+	$(BIN)/python -m pip install -r requirements/test.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	touch $@
+
+$(LINTER): requirements/lint.txt | $(BIN)/pip
+	$(BIN)/python -m pip install -r requirements/lint.txt
+	touch $@

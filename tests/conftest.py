@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Set-up that has to happen before vLLM is imported, and options of the suite."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+def _has_gpu() -> bool:
+    # Without importing torch: what is decided here has to be set before.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return False
+    listed = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False)
+    return "GPU" in listed.stdout
+
+
+HAS_GPU = _has_gpu()
+if not HAS_GPU:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--stock",
+        action="store_true",
+        help="run against vLLM without the overlay; tests marked stock_fails must fail",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--stock"):
+        # A test that makes vLLM load its plugins gets none either.
+        os.environ["VLLM_PLUGINS"] = ""
+    else:
+        from vllm_sparse_mla.plugin import register
+
+        register()
+    if not HAS_GPU:
+        import vllm.utils.torch_utils
+
+        from vllm_sparse_mla.flash_attn_stub import install_parent_module
+
+        vllm.utils.torch_utils.PIN_MEMORY = False
+        install_parent_module()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    overlay = "stock" if config.getoption("--stock") else "overlay"
+    device = "GPU" if HAS_GPU else "CPU with Triton's interpreter"
+    return f"sparse MLA: {overlay}, {device}"
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    stock = config.getoption("--stock")
+    for item in items:
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        known = item.get_closest_marker("stock_fails")
+        if stock and known:
+            reason = known.args[0]
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+@pytest.fixture(scope="session")
+def device():
+    """The device to put tensors on: the GPU, or the CPU where there is none."""
+    import torch
+
+    return torch.device("cuda" if HAS_GPU else "cpu")
