@@ -146,10 +146,19 @@ class ImportEditor:
                 node.names = kept
                 self._rerender(node, exploded=False)
             else:
-                self._drop(node)
+                self._drop(self._emptied_guard(node) or node)
             return
 
-    def _drop(self, node: ast.Import | ast.ImportFrom) -> None:
+    def _emptied_guard(self, node: ast.Import | ast.ImportFrom) -> ast.stmt | None:
+        """The ``if TYPE_CHECKING:`` block of which a statement is the only one."""
+        for block in ast.parse(self.text).body:
+            if is_type_checking(block) and [b.lineno for b in block.body] == [
+                node.lineno
+            ]:
+                return block
+        return None
+
+    def _drop(self, node: ast.stmt) -> None:
         lines = self.text.split("\n")
         start, stop = node.lineno - 1, node.end_lineno
         above = blank_lines_above(lines, start)
@@ -259,7 +268,10 @@ def merge_imports(text: str, wanted: list[Binding], before: str, width: int) -> 
             editor.add(binding)
             present[binding.bound] = binding
     used_before = used_names(before)
-    for binding in bindings(before):
-        if binding.bound in used_before and binding.bound not in used:
+    for binding in sorted(bindings(before), key=lambda b: not b.guarded):
+        # Read anew each time: TYPE_CHECKING goes with the last guarded import.
+        if binding.bound in used_before and binding.bound not in used_names(
+            editor.text
+        ):
             editor.remove(binding)
     return editor.text

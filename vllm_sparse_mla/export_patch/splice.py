@@ -106,10 +106,7 @@ class _Splicer:
                 if leading:
                     self._insert_above(anchor, leading)
                     if anchor is next(iter(theirs.values())):
-                        gap = [""] * leading[0].gap
-                        self._replaced.append(
-                            (anchor.start - anchor.gap, anchor.start, gap)
-                        )
+                        self._set_gap(anchor, max(1, leading[0].gap))
                     leading = []
                 self._replace(item, anchor, prefix)
                 continue
@@ -159,6 +156,9 @@ class _Splicer:
         gap = max(item.gap, self._gap(item) if old.is_definition else 0)
         text = self._inserted.setdefault(old.stop, [])
         text += [*[""] * gap, *self._own_text(item)]
+
+    def _set_gap(self, old: source.Item, gap: int) -> None:
+        self._replaced.append((old.start - old.gap, old.start, [""] * gap))
 
     @staticmethod
     def _gap(item: source.Item) -> int:
