@@ -295,15 +295,22 @@ def attention_error_budget(
     return 2 * attention_error(eager, reference) + rounding
 
 
+def packed_mask_mod_name(mask_mod: Callable | None) -> str:
+    """Name of the packed callback that FA4 would call, "none" if there is none."""
+    if mask_mod is None:
+        return "none"
+    # SM90 wraps the callback in a front that carries the packed one.
+    mask_mod = getattr(mask_mod, "__packed_mask_mod__", mask_mod)
+    return getattr(mask_mod, "__name__", repr(mask_mod))
+
+
 def _packed_mask_arguments(
     mask_mod: Callable | None, aux_tensors: list[torch.Tensor] | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The packed mask and the key starts that an FA4 call's callback would read."""
     if mask_mod is None:
         return None, None
-    # SM90 wraps the callback in a front that carries the packed one.
-    mask_mod = getattr(mask_mod, "__packed_mask_mod__", mask_mod)
-    name = getattr(mask_mod, "__name__", repr(mask_mod))
+    name = packed_mask_mod_name(mask_mod)
     if not aux_tensors:
         raise ValueError(f"aux_tensors must hold the mask of {name}, got {aux_tensors}")
     mask = aux_tensors[0]
