@@ -1,0 +1,908 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Masked-MHA prefill of sparse MLA: mask contract, mask builder front, layer.
+
+Replaces its namesakes in vLLM 0.33.0's module of this name; everything else there
+(metadata, metadata builder, sparse MQA) is upstream's. ``docs/design.md`` states the
+contracts, ``docs/patches.md`` what differs from upstream and why.
+"""
+
+import functools
+import math
+import weakref
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from vllm import _custom_ops as ops
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import (
+    _upstream_sparse_mla_attention as _upstream,
+)
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBaseImpl,
+    MLACommonPrefillMetadata,
+    accumulate_mla_context_chunk,
+    init_mla_context_partial,
+)
+from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
+    install_sm90_thresholds,
+    sm90_masked_mha_enabled,
+)
+from vllm.model_executor.layers.attention.sparse_mla_warmup import (
+    register_masked_mha_warmup,
+)
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.utils.import_utils import has_cutedsl
+from vllm.v1.attention.backends.fa_utils import (
+    get_flash_attn_version,
+    is_fa_version_supported,
+)
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+logger = init_logger(__name__)
+
+# What FA4's callbacks assume of a mask's base address and outer strides, in bytes.
+TOPK_MASK_ALIGN_BYTES = 16
+
+# (heads over all ranks, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+MASKED_MHA_MODEL_DIMS = (
+    (128, 512, 128, 64, 128),  # DeepSeek-V3.2
+    (64, 512, 192, 64, 256),  # GLM-5
+    (64, 512, 256, 0, 256),  # GLM-5.3-Flash: no RoPE part
+)
+
+
+def _topk_mask_shape(
+    batch_size: int,
+    max_query_len: int,
+    max_key_len: int,
+    reserve_key_starts_word: bool = False,
+) -> tuple[int, int, int]:
+    """Shape ``(batch, query rows, int32 words)`` of a bit-packed top-k mask.
+
+    Query rows are padded to the tile that FA4 reads (128 rows, 256 with two query
+    stages), words to whole 16-byte groups. ``reserve_key_starts_word`` keeps the last
+    word of a row free of keys, for ``offset_dense_mask_mod``.
+    """
+    tile_m = 128 if max_query_len <= 128 else 256
+    padded_query_len = triton.cdiv(max_query_len, tile_m) * tile_m
+    num_words = triton.cdiv(max_key_len, 32) + int(reserve_key_starts_word)
+    group_words = TOPK_MASK_ALIGN_BYTES // 4
+    padded_words = triton.cdiv(num_words, group_words) * group_words
+    return batch_size, padded_query_len, padded_words
+
+
+def _masked_mha_workspace_fits(
+    batch_size: int,
+    max_query_len: int,
+    max_context_chunk_seq_len: int,
+    workspace_numel: int,
+) -> bool:
+    """Whether the masks that a batch cannot do without fit ``workspace_numel`` words.
+
+    These are the masks of single key ranges (the suffix, each context chunk); the
+    whole-sequence mask is larger, and optional.
+    """
+    max_key_len = max(max_query_len, max_context_chunk_seq_len)
+    shape = _topk_mask_shape(batch_size, max_query_len, max_key_len)
+    return math.prod(shape) <= workspace_numel
+
+
+def _is_masked_mha_available(
+    num_heads_total: int,
+    kv_lora_rank: int,
+    qk_nope_head_dim: int,
+    qk_rope_head_dim: int,
+    v_head_dim: int,
+    kv_cache_dtype: str,
+) -> bool:
+    """Whether masked MHA can serve this model on this device at all.
+
+    SM100 by default; SM90 only where the operator asked for it
+    (``VLLM_SPARSE_MLA_SM90=1``).
+    """
+    model_dims = (
+        num_heads_total,
+        kv_lora_rank,
+        qk_nope_head_dim,
+        qk_rope_head_dim,
+        v_head_dim,
+    )
+    if model_dims not in MASKED_MHA_MODEL_DIMS or is_quantized_kv_cache(kv_cache_dtype):
+        return False
+    if sm90_masked_mha_enabled():
+        # vLLM selects FA3 on SM90; the masked path asks for FA4 by itself.
+        return is_fa_version_supported(4)
+    if not current_platform.is_device_capability_family(100):
+        return False
+    qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+    if (qk_head_dim, v_head_dim) == (256, 256):
+        # The selector rules out 256 for the sake of paged K/V; here K/V are contiguous.
+        return get_flash_attn_version() == 4
+    return get_flash_attn_version(head_size=qk_head_dim, head_size_v=v_head_dim) == 4
+
+
+def _check_topk_mask_storage(mask: torch.Tensor, name: str = "mask") -> None:
+    """Refuse a mask that FA4's callbacks cannot read with 16-byte loads.
+
+    Raises:
+        ValueError: Not int32 ``[batch, query, word]`` with a contiguous last
+            dimension of whole 16-byte groups, base address and outer strides
+            multiples of 16 bytes.
+    """
+    group_words = TOPK_MASK_ALIGN_BYTES // 4
+    if mask.dtype != torch.int32:
+        raise ValueError(f"{name} must be int32, got {mask.dtype}")
+    if mask.ndim != 3:
+        raise ValueError(
+            f"{name} must be 3-D [batch, query, word], got shape {tuple(mask.shape)}"
+        )
+    if mask.stride(2) != 1:
+        raise ValueError(f"{name} must have last stride 1, got {mask.stride(2)}")
+    if mask.shape[2] % group_words:
+        raise ValueError(
+            f"{name} must have a multiple of {group_words} words a row, "
+            f"got {mask.shape[2]}"
+        )
+    if any(stride % group_words for stride in mask.stride()[:2]):
+        raise ValueError(
+            f"{name} must have batch and row strides that are multiples of "
+            f"{TOPK_MASK_ALIGN_BYTES} bytes, got {mask.stride()} in words of 4 bytes"
+        )
+    if mask.data_ptr() % TOPK_MASK_ALIGN_BYTES:
+        raise ValueError(
+            f"{name} must start at a multiple of {TOPK_MASK_ALIGN_BYTES} bytes, "
+            f"got address {mask.data_ptr():#x}"
+        )
+
+
+def _check_topk_mask_inputs(
+    topk: torch.Tensor,
+    max_q_len: int,
+    max_seq_len: int,
+    out: torch.Tensor,
+    batch_size: int,
+    num_reserved_words: int,
+) -> None:
+    _check_topk_mask_storage(out, "out")
+    if topk.dtype != torch.int32 or topk.ndim != 2 or topk.stride(-1) != 1:
+        raise ValueError(
+            "topk must be int32 [tokens, topk] with last stride 1, got "
+            f"{topk.dtype}, shape {tuple(topk.shape)}, strides {topk.stride()}"
+        )
+    if topk.device != out.device:
+        raise ValueError(
+            f"topk and out must be on one device, got {topk.device} and {out.device}"
+        )
+    num_words = triton.cdiv(max_seq_len, 32) + num_reserved_words
+    needed = (batch_size, max_q_len, num_words)
+    if any(size > have for size, have in zip(needed, out.shape)):
+        raise ValueError(
+            f"out is too small: batch {batch_size}, max_q_len {max_q_len} and "
+            f"max_seq_len {max_seq_len} need at least {needed} (requests, rows, "
+            f"words), got {tuple(out.shape)}"
+        )
+
+
+@triton.jit
+def _write_topk_row(
+    row_ptr,
+    topk_ptr,
+    num_words,
+    num_topk,
+    last_word,
+    range_start,
+    range_len,
+    BLOCK: tl.constexpr,
+):
+    """Write one mask row: clear it, then set the bits of its top-k.
+
+    Only this program touches the row. The barrier orders the clearing stores before
+    the atomics, which other threads of the program may issue.
+    """
+    offsets = tl.arange(0, BLOCK)
+    for start in range(0, num_words, BLOCK):
+        words = start + offsets
+        value = tl.where(words == num_words - 1, last_word, 0)
+        tl.store(row_ptr + words, value, mask=words < num_words)
+    tl.debug_barrier()
+    for start in range(0, num_topk, BLOCK):
+        slots = start + offsets
+        index = tl.load(topk_ptr + slots, mask=slots < num_topk, other=-1)
+        inside = (index >= 0) & (index >= range_start)
+        key = tl.where(inside, index - range_start, range_len)
+        bit = (1 << (key & 31)).to(tl.int32)
+        tl.atomic_or(
+            row_ptr + (key >> 5),
+            bit,
+            mask=key < range_len,
+            sem="relaxed",
+            scope="cta",
+        )
+
+
+_RUNTIME_SIZES = [
+    "total_q",
+    "mask_batch_stride",
+    "mask_row_stride",
+    "topk_stride",
+    "num_words",
+    "num_topk",
+    "num_keys",
+]
+_RUNTIME_POINTERS = [
+    "topk_ptr",
+    "cu_q_lens_ptr",
+    "key_starts_ptr",
+    "range_starts_ptr",
+    "range_lens_ptr",
+]
+
+
+@triton.jit(
+    do_not_specialize=_RUNTIME_SIZES,
+    do_not_specialize_on_alignment=_RUNTIME_POINTERS,
+)
+def _scatter_topk_kernel(
+    mask_ptr,
+    topk_ptr,
+    cu_q_lens_ptr,
+    key_starts_ptr,
+    range_starts_ptr,
+    range_lens_ptr,
+    mask_batch_stride,
+    mask_row_stride,
+    topk_stride,
+    num_words,
+    num_topk,
+    num_keys,
+    HAS_KEY_STARTS: tl.constexpr,
+    HAS_RANGE_STARTS: tl.constexpr,
+    HAS_RANGE_LENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(rows, requests)``: one program writes one mask row."""
+    query = tl.program_id(0).to(tl.int64)
+    request = tl.program_id(1).to(tl.int64)
+    q_start = tl.load(cu_q_lens_ptr + request).to(tl.int64)
+    q_end = tl.load(cu_q_lens_ptr + request + 1).to(tl.int64)
+    source_row = q_start + query
+    last_word = 0
+    if HAS_KEY_STARTS:
+        last_word = tl.load(key_starts_ptr + request, mask=query == 0, other=0)
+    range_start = 0
+    if HAS_RANGE_STARTS:
+        range_start = tl.load(range_starts_ptr + request)
+    range_len = num_keys
+    if HAS_RANGE_LENS:
+        range_len = tl.load(range_lens_ptr + request)
+    _write_topk_row(
+        mask_ptr + request * mask_batch_stride + query * mask_row_stride,
+        topk_ptr + source_row * topk_stride,
+        num_words,
+        tl.where(source_row < q_end, num_topk, 0),
+        last_word,
+        range_start,
+        tl.minimum(range_len, num_keys),
+        BLOCK,
+    )
+
+
+@triton.jit(
+    do_not_specialize=_RUNTIME_SIZES,
+    do_not_specialize_on_alignment=_RUNTIME_POINTERS,
+)
+def _scatter_topk_single_req_kernel(
+    mask_ptr,
+    topk_ptr,
+    total_q,
+    mask_row_stride,
+    topk_stride,
+    num_words,
+    num_topk,
+    num_keys,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(rows,)``: one request, whose query count the host knows."""
+    query = tl.program_id(0).to(tl.int64)
+    _write_topk_row(
+        mask_ptr + query * mask_row_stride,
+        topk_ptr + query * topk_stride,
+        num_words,
+        tl.where(query < total_q, num_topk, 0),
+        0,
+        0,
+        num_keys,
+        BLOCK,
+    )
+
+
+_SCATTER_BLOCK = 1024
+
+
+def _build_topk_mask_triton(
+    topk: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    max_q_len: int,
+    max_seq_len: int,
+    out: torch.Tensor,
+    key_starts: torch.Tensor | None,
+    range_starts: torch.Tensor | None,
+    range_lens: torch.Tensor | None,
+) -> None:
+    _scatter_topk_kernel[(max_q_len, cu_q_lens.shape[0] - 1)](
+        out,
+        topk,
+        cu_q_lens,
+        key_starts,
+        range_starts,
+        range_lens,
+        out.stride(0),
+        out.stride(1),
+        topk.stride(0),
+        out.shape[2],
+        topk.shape[1],
+        max_seq_len,
+        HAS_KEY_STARTS=key_starts is not None,
+        HAS_RANGE_STARTS=range_starts is not None,
+        HAS_RANGE_LENS=range_lens is not None,
+        BLOCK=_SCATTER_BLOCK,
+    )
+
+
+@functools.cache
+def _use_cutedsl_topk_mask(device_type: str) -> bool:
+    """Whether the CuTe DSL kernel builds masks on this device; says so once."""
+    if device_type != "cuda" or not current_platform.is_cuda():
+        reason = f"device is {device_type} on {current_platform.device_name}"
+    elif not has_cutedsl():
+        reason = "the CuTe DSL is not installed"
+    else:
+        logger.info_once("Sparse MLA top-k masks are built by the CuTe DSL kernel.")
+        return True
+    logger.info_once("Sparse MLA top-k masks are built by Triton: %s.", reason)
+    return False
+
+
+def _build_packed_topk_mask(
+    topk: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    max_q_len: int,
+    max_seq_len: int,
+    out: torch.Tensor,
+    *,
+    key_starts: torch.Tensor | None = None,
+    range_starts: torch.Tensor | None = None,
+    range_lens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Build the bit-packed masks of all requests in one launch.
+
+    Reads nothing from the device on the host, and allocates nothing.
+
+    Args:
+        topk: int32 ``[tokens, topk]``, the requests' rows one after another; any
+            order, duplicates and -1 anywhere. Row stride free, last stride 1.
+        cu_q_lens: int32 ``[batch + 1]`` on the device, cumulative query lengths.
+        max_q_len: Rows to write for each request; those past its length become 0.
+        max_seq_len: Keys of a row; an index that would set a later bit is dropped.
+        out: int32 ``[>= batch, >= max_q_len, words]``, storage as
+            ``_check_topk_mask_storage`` demands.
+        key_starts: int32 ``[batch]`` on the device, written into the last word of
+            each request's row 0, which must not hold keys.
+        range_starts: int32 ``[batch]`` on the device. Key ``range_starts[b]`` becomes
+            bit 0; earlier keys are dropped.
+        range_lens: int32 ``[batch]`` on the device. Keys from
+            ``range_starts[b] + range_lens[b]`` on are dropped; without it a range ends
+            with the row. Needs ``range_starts``.
+
+    Returns:
+        ``out[:batch, :max_q_len]``, every word of it defined.
+
+    Raises:
+        ValueError: Before any launch, naming the argument.
+    """
+    batch_size = cu_q_lens.shape[0] - 1
+    _check_topk_mask_inputs(
+        topk, max_q_len, max_seq_len, out, batch_size, int(key_starts is not None)
+    )
+    if range_lens is not None and range_starts is None:
+        raise ValueError("range_lens needs range_starts, got None")
+    for name, tensor, size in (
+        ("cu_q_lens", cu_q_lens, batch_size + 1),
+        ("key_starts", key_starts, batch_size),
+        ("range_starts", range_starts, batch_size),
+        ("range_lens", range_lens, batch_size),
+    ):
+        if tensor is not None and (
+            tensor.dtype != torch.int32
+            or tensor.shape != (size,)
+            or tensor.stride(0) != 1
+            or tensor.device != out.device
+        ):
+            raise ValueError(
+                f"{name} must be contiguous int32 of shape ({size},) on {out.device}, "
+                f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            )
+    view = out[:batch_size, :max_q_len]
+    if view.numel() == 0:
+        return view
+    if _use_cutedsl_topk_mask(out.device.type):
+        from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
+            build_topk_mask_cutedsl as build,
+        )
+    else:
+        build = _build_topk_mask_triton
+    build(
+        topk,
+        cu_q_lens,
+        max_q_len,
+        max_seq_len,
+        out,
+        key_starts,
+        range_starts,
+        range_lens,
+    )
+    return view
+
+
+def _build_topk_mask(
+    topk_indices_per_req: list[torch.Tensor],
+    q_lens: list[int],
+    max_q_len: int,
+    max_seq_len: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Build a bit-packed top-k mask from one tensor of top-k rows a request.
+
+    The layer itself calls ``_build_packed_topk_mask``, which needs neither the
+    concatenation nor the copy of the lengths to the device that several requests cost
+    here.
+
+    Args:
+        topk_indices_per_req: int32 ``[q_lens[b], topk]`` for each request.
+        q_lens: Query rows of each request.
+        max_q_len, max_seq_len, out: As for ``_build_packed_topk_mask``.
+
+    Returns:
+        ``out[:len(q_lens), :max_q_len]``, never narrowed in its last dimension, so
+        that every row starts on a 16-byte boundary.
+
+    Raises:
+        ValueError: Before any launch, naming the argument.
+    """
+    batch_size = len(q_lens)
+    if len(topk_indices_per_req) != batch_size:
+        raise ValueError(
+            f"topk_indices_per_req must have one tensor a request: q_lens has "
+            f"{batch_size}, got {len(topk_indices_per_req)}"
+        )
+    for request, (rows, q_len) in enumerate(zip(topk_indices_per_req, q_lens)):
+        if rows.shape[0] != q_len or q_len > max_q_len:
+            raise ValueError(
+                f"topk_indices_per_req[{request}] must have q_lens[{request}] rows, at "
+                f"most max_q_len: q_lens has {q_len}, max_q_len is {max_q_len}, "
+                f"got {rows.shape[0]}"
+            )
+    if batch_size == 0:
+        _check_topk_mask_storage(out, "out")
+        return out[:0, :max_q_len]
+    if batch_size == 1 and not _use_cutedsl_topk_mask(out.device.type):
+        topk = topk_indices_per_req[0]
+        _check_topk_mask_inputs(topk, max_q_len, max_seq_len, out, batch_size, 0)
+        if max_q_len > 0:
+            _scatter_topk_single_req_kernel[(max_q_len,)](
+                out,
+                topk,
+                q_lens[0],
+                out.stride(1),
+                topk.stride(0),
+                out.shape[2],
+                topk.shape[1],
+                max_seq_len,
+                BLOCK=_SCATTER_BLOCK,
+            )
+        return out[:1, :max_q_len]
+    if len({rows.shape[1:] for rows in topk_indices_per_req}) > 1:
+        raise ValueError(
+            "topk_indices_per_req must agree in topk, got shapes "
+            f"{[tuple(rows.shape) for rows in topk_indices_per_req]}"
+        )
+    topk = (
+        torch.cat(topk_indices_per_req) if batch_size > 1 else topk_indices_per_req[0]
+    )
+    cu_q_lens = torch.zeros(batch_size + 1, dtype=torch.int32)
+    torch.cumsum(torch.tensor(q_lens, dtype=torch.int32), 0, out=cu_q_lens[1:])
+    return _build_packed_topk_mask(
+        topk, cu_q_lens.to(out.device), max_q_len, max_seq_len, out
+    )
+
+
+def _topk_mask_view(
+    workspace: torch.Tensor, shape: tuple[int, int, int]
+) -> torch.Tensor | None:
+    """The first words of the workspace as a mask, or None where they are too few."""
+    needed = math.prod(shape)
+    return workspace[:needed].view(shape) if needed <= workspace.numel() else None
+
+
+@dataclass(frozen=True, eq=False)
+class _TopkMaskSource:
+    """What a mask workspace was last written from.
+
+    The metadata identifies the step and the metadata builder: each builder makes it
+    anew for each step.
+    """
+
+    prefill: "weakref.ref[MLACommonPrefillMetadata]"
+    index_group: object
+    topk_address: int
+    shape: tuple[int, int, int]
+
+    def matches(
+        self,
+        prefill: MLACommonPrefillMetadata,
+        index_group: object,
+        topk: torch.Tensor,
+        shape: tuple[int, int, int],
+    ) -> bool:
+        return (
+            self.prefill() is prefill
+            and self.index_group is index_group
+            and self.topk_address == topk.data_ptr()
+            and self.shape == shape
+        )
+
+
+# Keyed by the workspace itself: builders have one each, several index groups write to
+# one, and whoever writes says so here.
+_TOPK_MASK_SOURCES: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+
+
+class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
+    """Sparse MLA base with dense and masked-MHA prefill paths."""
+
+    _workspace_fallback_logged: ClassVar[bool] = False
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        if self.masked_mha_available:
+            if sm90_masked_mha_enabled():
+                install_sm90_thresholds()
+            register_masked_mha_warmup()
+
+    @staticmethod
+    def masked_mha_workspace_fits(prefill: MLACommonPrefillMetadata) -> bool:
+        """Whether this prefill batch's top-k masks fit the workspace."""
+        workspace = prefill.topk_mask_workspace
+        if workspace is None or prefill.query_lens_cpu is None:
+            return False
+        batch_size = len(prefill.query_lens_cpu)
+        max_chunk_len = 0
+        if prefill.chunked_context is not None:
+            max_chunk_len = max(
+                chunk.max_seq_len for chunk in prefill.chunked_context.chunks
+            )
+        fits = _masked_mha_workspace_fits(
+            batch_size, prefill.max_query_len, max_chunk_len, workspace.numel()
+        )
+        if not fits and not SparseMLACommonImpl._workspace_fallback_logged:
+            SparseMLACommonImpl._workspace_fallback_logged = True
+            max_key_len = max(prefill.max_query_len, max_chunk_len)
+            shape = _topk_mask_shape(batch_size, prefill.max_query_len, max_key_len)
+            logger.warning(
+                "Sparse MLA: a prefill batch falls back to sparse MQA, because its "
+                "top-k mask of shape %s needs %d int32 words and the workspace holds "
+                "%d. Later batches that do not fit fall back without a message.",
+                shape,
+                math.prod(shape),
+                workspace.numel(),
+            )
+        return fits
+
+    def _project_kv(
+        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project latents ``[tokens, kv_lora_rank]`` to K and V of every head."""
+        kv_nope = self.kv_b_proj(kv_c_normed)[0].unflatten(
+            -1, (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        )
+        k_nope, v = kv_nope.split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
+        return self._concat_k_nope_k_pe(k_nope, k_pe), v
+
+    def _build_whole_topk_mask(
+        self,
+        topk: torch.Tensor,
+        prefill: MLACommonPrefillMetadata,
+        max_seq_len: int,
+        key_starts: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The mask over whole sequences, or None where the workspace is too small.
+
+        Layers that share an indexer result share its mask: the first layer of an index
+        group always builds, the others reuse what they find only if the workspace was
+        last written in this step, by this group, from these rows.
+        """
+        workspace = prefill.topk_mask_workspace
+        shape = _topk_mask_shape(
+            prefill.query_start_loc.shape[0] - 1,
+            prefill.max_query_len,
+            max_seq_len,
+            reserve_key_starts_word=key_starts is not None,
+        )
+        mask = _topk_mask_view(workspace, shape)
+        if mask is None:
+            return None
+        source = _TOPK_MASK_SOURCES.pop(workspace, None)
+        follows = self.index_group is not None and self.index_group_index > 0
+        if (
+            follows
+            and source is not None
+            and source.matches(prefill, self.index_group, topk, shape)
+        ):
+            _TOPK_MASK_SOURCES[workspace] = source
+            return mask
+        _build_packed_topk_mask(
+            topk,
+            prefill.query_start_loc,
+            shape[1],
+            max_seq_len,
+            mask,
+            key_starts=key_starts,
+        )
+        _TOPK_MASK_SOURCES[workspace] = _TopkMaskSource(
+            weakref.ref(prefill), self.index_group, topk.data_ptr(), shape
+        )
+        return mask
+
+    def _build_range_topk_mask(
+        self,
+        topk: torch.Tensor,
+        prefill: MLACommonPrefillMetadata,
+        cu_q_lens: torch.Tensor,
+        max_query_len: int,
+        range_starts: torch.Tensor,
+        max_range_len: int,
+    ) -> torch.Tensor:
+        """The mask over one key range of each request, bit 0 being its first key."""
+        workspace = prefill.topk_mask_workspace
+        shape = _topk_mask_shape(cu_q_lens.shape[0] - 1, max_query_len, max_range_len)
+        mask = _topk_mask_view(workspace, shape)
+        if mask is None:
+            raise ValueError(
+                f"topk_mask_workspace must hold {math.prod(shape)} int32 words for a "
+                f"mask of shape {shape}, got {workspace.numel()}"
+            )
+        _TOPK_MASK_SOURCES.pop(workspace, None)
+        _build_packed_topk_mask(
+            topk, cu_q_lens, shape[1], max_range_len, mask, range_starts=range_starts
+        )
+        return mask
+
+    def _run_masked_mha(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        mask: torch.Tensor,
+        causal: bool,
+        offset: bool = False,
+        key_starts: torch.Tensor | None = None,
+        return_softmax_lse: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """One FA4 call over a packed mask.
+
+        ``offset`` reads the mask from each request's key start: the one in its reserved
+        word, or ``key_starts[b]`` where given.
+        """
+        from vllm.model_executor.layers.attention.sparse_mla_mask import (
+            dense_mask_mod,
+            offset_dense_mask_mod,
+        )
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        _check_topk_mask_storage(mask)
+        mask_mod = offset_dense_mask_mod if offset else dense_mask_mod
+        if sm90_masked_mha_enabled():
+            from vllm.vllm_flash_attn.cute.mask import packed_mask_front
+
+            mask_mod = packed_mask_front(mask_mod)
+        return flash_attn_varlen_func(
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            softmax_scale=self.scale,
+            return_softmax_lse=return_softmax_lse,
+            out=out,
+            fa_version=4,
+            # Split keys can halve SM100's column tile to 64 keys, which dense_mask_mod
+            # does not read exactly. Nothing is lost: at 192/128 FA4 splits only from
+            # 8192 keys on, at 256/256 never, and thresholds ask for long queries there.
+            num_splits=1,
+            mask_mod=mask_mod,
+            aux_tensors=[mask] if key_starts is None else [mask, key_starts],
+            aux_tensor_leading_dims=[2] if key_starts is None else [2, 0],
+            causal=causal,
+        )
+
+    def _compute_context_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        prefill_metadata: MLACommonPrefillMetadata,
+        k_scale: torch.Tensor,
+        topk: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the cached context, one workspace-sized chunk after another."""
+        if self.dcp_world_size > 1:
+            raise NotImplementedError(
+                "masked MHA with context does not support decode context parallelism"
+            )
+        chunked_context = prefill_metadata.chunked_context
+        assert chunked_context is not None
+        workspace = chunked_context.workspace
+        output: torch.Tensor | None = None
+        output_lse: torch.Tensor | None = None
+        for chunk in chunked_context.chunks:
+            num_tokens = chunk.num_context_tokens
+            requests = chunk.request_slice
+            tokens = chunk.token_slice
+            ops.gather_and_maybe_dequant_cache(
+                src_cache=kv_c_and_k_pe_cache,
+                dst=workspace,
+                block_table=prefill_metadata.block_table[requests],
+                cu_seq_lens=chunk.cu_seq_lens,
+                token_to_seq=chunk.token_to_seq,
+                num_tokens=num_tokens,
+                kv_cache_dtype=self.kv_cache_dtype,
+                scale=k_scale,
+                seq_starts=chunk.starts,
+            )
+            latents = workspace[:num_tokens]
+            k, v = self._project_kv(
+                latents[:, : self.kv_lora_rank],
+                latents[:, self.kv_lora_rank :].unsqueeze(1),
+            )
+            if mask is not None:
+                chunk_mask, key_starts = mask[requests], chunk.starts
+            else:
+                key_starts = None
+                chunk_mask = self._build_range_topk_mask(
+                    topk[tokens],
+                    prefill_metadata,
+                    chunk.query_start_loc,
+                    chunk.max_query_len,
+                    chunk.starts,
+                    chunk.max_seq_len,
+                )
+            attn_out, lse = self._run_masked_mha(
+                q=q[tokens],
+                k=k,
+                v=v,
+                cu_seqlens_q=chunk.query_start_loc,
+                cu_seqlens_k=chunk.cu_seq_lens,
+                max_seqlen_q=chunk.max_query_len,
+                max_seqlen_k=chunk.max_seq_len,
+                mask=chunk_mask,
+                causal=False,
+                offset=mask is not None,
+                key_starts=key_starts,
+                return_softmax_lse=True,
+            )
+            if output is None:
+                single = len(chunked_context.chunks) == 1
+                if single and not chunked_context.empty_token_slices:
+                    return attn_out, lse
+                output, output_lse = init_mla_context_partial(
+                    chunked_context, attn_out, lse, num_tokens=q.shape[0]
+                )
+            accumulate_mla_context_chunk(chunk, attn_out, lse, output, output_lse)
+        assert output is not None and output_lse is not None
+        return output, output_lse
+
+    def forward_mha(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: _upstream.T,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Prefill with dense MHA up to ``topk_tokens`` keys, masked MHA beyond.
+
+        Without context: one mask launch (none where a layer of the index group has
+        built it) and one FA4 call into ``output``, whatever the number of requests.
+        With context: one mask launch, one FA4 call for the suffix and one for each
+        context chunk, and the merges; one mask launch a range where the
+        whole-sequence mask does not fit the workspace.
+        """
+        prefill = attn_metadata.prefill
+        assert prefill is not None
+        force_dense = getattr(self, "_sparse_mla_force_dense_mha", False)
+        force_masked = getattr(self, "_sparse_mla_force_masked_mha", False)
+        max_seq_len = attn_metadata.prefill_max_seq_len
+        fits_topk = max_seq_len <= attn_metadata.topk_tokens
+        if force_dense or (fits_topk and not force_masked):
+            MLACommonBaseImpl.forward_mha(
+                self,
+                q,
+                kv_c_normed,
+                k_pe,
+                kv_c_and_k_pe_cache,
+                attn_metadata,
+                k_scale,
+                output,
+                output_scale,
+            )
+            return
+
+        assert output_scale is None
+        assert self.masked_mha_available
+        assert self.topk_indices_buffer is not None
+        first = attn_metadata.num_decode_tokens
+        topk = self.topk_indices_buffer[first : first + q.shape[0]]
+        k, v = self._project_kv(kv_c_normed, k_pe)
+        attn_out = output.view(-1, self.num_heads, self.v_head_dim)
+        cu_q_lens = prefill.query_start_loc
+        max_query_len = prefill.max_query_len
+        suffix = dict(
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=cu_q_lens,
+            cu_seqlens_k=cu_q_lens,
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max_query_len,
+            causal=True,
+        )
+        context = prefill.chunked_context
+        if context is None:
+            mask = self._build_whole_topk_mask(topk, prefill, max_query_len, None)
+            if mask is None:
+                raise ValueError(
+                    "topk_mask_workspace is too small for this batch; "
+                    "masked_mha_workspace_fits must be asked first"
+                )
+            self._run_masked_mha(**suffix, mask=mask, out=attn_out)
+            return
+
+        starts = context.context_lens
+        mask = self._build_whole_topk_mask(topk, prefill, max_seq_len, starts)
+        suffix_mask = mask
+        if mask is None:
+            suffix_mask = self._build_range_topk_mask(
+                topk, prefill, cu_q_lens, max_query_len, starts, max_query_len
+            )
+        suffix_output, suffix_lse = self._run_masked_mha(
+            **suffix,
+            mask=suffix_mask,
+            offset=mask is not None,
+            return_softmax_lse=True,
+        )
+        context_output, context_lse = self._compute_context_mha(
+            q, kv_c_and_k_pe_cache, prefill, k_scale, topk, mask
+        )
+        merge_attn_states(
+            output=attn_out,
+            prefix_output=context_output,
+            prefix_lse=context_lse,
+            suffix_output=suffix_output,
+            suffix_lse=suffix_lse,
+        )

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Start-up compilation of what the first long prompt would otherwise compile.
+
+FA4 compiles a kernel for each combination of callback, causality and LSE (3 to 6 s
+each), the mask builder one for each of its specialisations. Both register with vLLM's
+JIT warm-up registry while the model is loaded, only where masked MHA is available.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.model_executor.layers.attention.mla_attention import get_mla_dims
+from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
+    sm90_masked_mha_enabled,
+)
+from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Any batch up to FA4's batch-lookup threshold and any query length above one tile
+# compile to the same kernel.
+_NUM_REQUESTS = 2
+_QUERY_LEN = 2048
+_KEY_LEN = 4096
+
+
+@dataclass(frozen=True)
+class MaskedCall:
+    """One way in which ``SparseMLACommonImpl`` calls FA4."""
+
+    offset: bool
+    causal: bool
+    return_lse: bool
+    key_starts: bool = False
+
+
+MASKED_CALLS = (
+    # Pure prefill.
+    MaskedCall(offset=False, causal=True, return_lse=False),
+    # Suffix and context chunks of one whole-sequence mask.
+    MaskedCall(offset=True, causal=True, return_lse=True),
+    MaskedCall(offset=True, causal=False, return_lse=True, key_starts=True),
+    # Suffix and context chunks with a mask for each range.
+    MaskedCall(offset=False, causal=True, return_lse=True),
+    MaskedCall(offset=False, causal=False, return_lse=True),
+)
+
+
+class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
+    """Compiles FA4's masked kernels without launching them."""
+
+    @dataclass(frozen=True)
+    class CompileKey:
+        call: MaskedCall
+        num_heads: int
+        qk_nope_head_dim: int
+        qk_rope_head_dim: int
+        v_head_dim: int
+        dtype: torch.dtype
+
+    def get_warmup_keys(self, vllm_config: "VllmConfig") -> list[CompileKey]:
+        dims = get_mla_dims(vllm_config.model_config)
+        return [
+            self.CompileKey(
+                call=call,
+                num_heads=vllm_config.model_config.get_num_attention_heads(
+                    vllm_config.parallel_config
+                ),
+                qk_nope_head_dim=dims.qk_nope_head_dim,
+                qk_rope_head_dim=dims.qk_rope_head_dim,
+                v_head_dim=dims.v_head_dim,
+                dtype=vllm_config.model_config.dtype,
+            )
+            for call in MASKED_CALLS
+        ]
+
+    def compile(self, compile_key: CompileKey) -> None:
+        from vllm.model_executor.layers.attention.sparse_mla_mask import (
+            dense_mask_mod,
+            offset_dense_mask_mod,
+        )
+        from vllm.vllm_flash_attn.cute.interface import (
+            _flash_attn_fwd,
+            _make_compile_only_tensor_spec,
+        )
+
+        call = compile_key.call
+        heads, v_dim = compile_key.num_heads, compile_key.v_head_dim
+        qk_dim = compile_key.qk_nope_head_dim + compile_key.qk_rope_head_dim
+        # V is the tail of the joint K/V projection, a strided view.
+        kv_dim = compile_key.qk_nope_head_dim + v_dim
+        tokens_q, tokens_k = _NUM_REQUESTS * _QUERY_LEN, _NUM_REQUESTS * _KEY_LEN
+
+        def spec(shape, dtype=compile_key.dtype, align=16, stride=None):
+            return _make_compile_only_tensor_spec(shape, dtype, align, stride)
+
+        mask_mod = offset_dense_mask_mod if call.offset else dense_mask_mod
+        if sm90_masked_mha_enabled():
+            from vllm.vllm_flash_attn.cute.mask import packed_mask_front
+
+            mask_mod = packed_mask_front(mask_mod)
+        # FA4 takes aux tensors at their natural alignment.
+        aux_tensors = [spec((_NUM_REQUESTS, _QUERY_LEN, 4), torch.int32, None)]
+        if call.key_starts:
+            aux_tensors.append(spec((_NUM_REQUESTS,), torch.int32, None))
+        _flash_attn_fwd(
+            q=spec((tokens_q, heads, qk_dim)),
+            k=spec((tokens_k, heads, qk_dim)),
+            v=spec((tokens_k, heads, v_dim), stride=(heads * kv_dim, kv_dim, 1)),
+            cu_seqlens_q=spec((_NUM_REQUESTS + 1,), torch.int32, 4),
+            cu_seqlens_k=spec((_NUM_REQUESTS + 1,), torch.int32, 4),
+            max_seqlen_q=_QUERY_LEN,
+            max_seqlen_k=_KEY_LEN,
+            softmax_scale=qk_dim**-0.5,
+            causal=call.causal,
+            num_splits=1,
+            return_lse=call.return_lse,
+            out=spec((tokens_q, heads, v_dim)),
+            lse=(
+                spec((heads, tokens_q), torch.float32, 4, stride=(None, 1))
+                if call.return_lse
+                else None
+            ),
+            mask_mod=mask_mod,
+            aux_tensors=aux_tensors,
+            aux_tensor_leading_dims=[2, 0][: len(aux_tensors)],
+            compile_only=True,
+        )
+
+
+FA4_MASKED_MHA_KERNEL = FA4MaskedMHAKernel()
+
+
+def register_masked_mha_warmup() -> None:
+    """Register FA4's masked kernels and the mask builder with the active registry."""
+    from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
+        TOPK_MASK_KERNEL,
+    )
+
+    FA4_MASKED_MHA_KERNEL.register_warmup()
+    TOPK_MASK_KERNEL.register_warmup()
