@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The exported patches, and trees made from the installed vLLM to apply them to."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from vllm_sparse_mla.export_patch.changes import (
+    collect_fa4_changes,
+    collect_vllm_changes,
+    installed_vllm_root,
+    tests_root,
+)
+from vllm_sparse_mla.export_patch.diff import Change
+
+
+@pytest.fixture(scope="session")
+def upstream_root() -> Path:
+    """Folder that holds the installed ``vllm`` package."""
+    return installed_vllm_root()
+
+
+@pytest.fixture(scope="session")
+def vllm_changes(upstream_root: Path) -> list[Change]:
+    """Changes of vLLM's own files."""
+    return collect_vllm_changes(upstream_root, tests_root())
+
+
+@pytest.fixture(scope="session")
+def fa4_changes(upstream_root: Path) -> list[Change]:
+    """Changes of FlashAttention-4, at its own repository's paths."""
+    return collect_fa4_changes(upstream_root)
+
+
+@pytest.fixture(scope="session")
+def git_apply() -> Callable[..., None]:
+    """Function that runs ``git apply`` in a tree, with a patch's text as input."""
+
+    def apply(tree: Path, patch: str, *options: str) -> None:
+        # Without the ceiling, git would look for a repository above the tree.
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
+        subprocess.run(
+            ["git", "apply", *options, "-"],
+            cwd=tree,
+            env=environment,
+            input=patch,
+            text=True,
+            check=True,
+        )
+
+    return apply
+
+
+@pytest.fixture(scope="session")
+def copy_files(upstream_root: Path) -> Callable[[Path, Sequence[Change]], None]:
+    """Function that makes a tree of those upstream files that a patch changes."""
+
+    def copy(tree: Path, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.before is not None:
+                target = tree / change.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(change.before)
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def link_package(upstream_root: Path) -> Callable[[Path, Sequence[str]], None]:
+    """Function that makes a whole ``vllm`` package in which some files are copies.
+
+    The folders above those files are real, all else is linked to the installed
+    package: it is large, and must not change.
+    """
+
+    def link(tree: Path, copied: Sequence[str]) -> None:
+        real = {parent for path in copied for parent in Path(path).parents} - {Path()}
+        for folder in sorted(real):
+            if not (upstream_root / folder).is_dir():
+                continue
+            (tree / folder).mkdir(parents=True)
+            for entry in (upstream_root / folder).iterdir():
+                path = folder / entry.name
+                if path in real or entry.name == "__pycache__":
+                    continue
+                if str(path) in copied:
+                    shutil.copy(entry, tree / path)
+                else:
+                    (tree / path).symlink_to(entry)
+
+    return link
