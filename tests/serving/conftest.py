@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Servers and answers that the tests with a real `vllm serve` share.
+
+``SPARSE_MLA_TEST_REPORT_DIR`` names a folder that gets the servers' logs.
+``SPARSE_MLA_TEST_ENFORCE_EAGER=1`` serves with ``--enforce-eager``, which also
+turns JIT warm-up and vLLM's JIT monitor off.
+"""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_sparse_mla.serving import scenario
+from vllm_sparse_mla.serving.probe import probe_environment
+from vllm_sparse_mla.serving.server import NO_COMPILE, VARIANTS, Server
+from vllm_sparse_mla.serving.tiny_model import write_model
+
+
+@pytest.fixture(scope="session")
+def sm90_gpus() -> int:
+    """Hopper GPUs of this machine; skips without one."""
+    with contextlib.suppress(FileNotFoundError):
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        count = answer.stdout.split().count("9.0")
+        if count:
+            return count
+    pytest.skip("needs an SM90 GPU (H100, H200) to run `vllm serve` on")
+
+
+@pytest.fixture(scope="session")
+def serve_folder(tmp_path_factory) -> Path:
+    """Holds the model and, per server, a folder with log and probe records."""
+    folder = tmp_path_factory.mktemp("serve")
+    write_model(folder / "model", scenario.MODEL)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start_server(serve_folder) -> Iterator[Callable[..., Server]]:
+    """Starts a server by name, with the probe; all end with the session."""
+    started: dict[str, Server] = {}
+    eager = os.environ.get("SPARSE_MLA_TEST_ENFORCE_EAGER") == "1"
+
+    def start(name: str, variant: str, **kwargs) -> Server:
+        environment = probe_environment(serve_folder / name)
+        environment |= kwargs.pop("extra_env", {})
+        started[name] = Server(
+            serve_folder / "model",
+            variant,
+            serve_folder / name / "server.log",
+            max_model_len=scenario.MAX_MODEL_LEN,
+            max_num_batched_tokens=scenario.TOKEN_BUDGET,
+            max_num_seqs=16,
+            extra_args=("--enforce-eager",) if eager else NO_COMPILE,
+            extra_env=environment,
+            **kwargs,
+        )
+        return started[name].start()
+
+    yield start
+    report_dir = os.environ.get("SPARSE_MLA_TEST_REPORT_DIR")
+    for name, server in started.items():
+        server.stop()
+        if report_dir is not None:
+            (Path(report_dir) / f"{name}.log").write_text(server.log_text())
+
+
+@pytest.fixture(scope="session")
+def servers(sm90_gpus, start_server) -> dict[str, Server]:
+    """Stock, patched and opt-in on one GPU, started side by side."""
+    started = {variant: start_server(variant, variant) for variant in VARIANTS}
+    for server in started.values():
+        server.wait_ready()
+    return started

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The client against vLLM's own request and answer classes, without an engine."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from vllm.entrypoints.openai.completion.protocol import (
+    CompletionLogProbs,
+    CompletionRequest,
+    CompletionResponse,
+    CompletionResponseChoice,
+    CompletionResponseStreamChoice,
+    CompletionStreamResponse,
+)
+from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
+from vllm.logprobs import Logprob
+from vllm_sparse_mla.serving.client import (
+    complete,
+    open_session,
+    running_requests,
+    stream,
+)
+from vllm_sparse_mla.serving.server import free_port
+
+PROMPT = [5, 6, 7]
+METRICS = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="model"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="model"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+"""
+
+
+def _answer(request: CompletionRequest) -> CompletionResponse:
+    choice = CompletionResponseChoice(
+        index=0,
+        text="",
+        token_ids=[3, 4],
+        logprobs=CompletionLogProbs(
+            tokens=["token_id:3", "token_id:4"],
+            token_logprobs=[-0.5, -0.25],
+            top_logprobs=[
+                {"token_id:3": -0.5, "token_id:9": -1.5},
+                {"token_id:4": -0.25, "token_id:9": -0.5},
+            ],
+        ),
+        prompt_logprobs=(
+            None
+            if request.prompt_logprobs is None
+            else [None, {6: Logprob(-2.0, 4)}, {7: Logprob(-3.0, 5)}]
+        ),
+    )
+    usage = UsageInfo(prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=64))
+    return CompletionResponse(model="model", choices=[choice], usage=usage)
+
+
+async def _completions(http: web.Request) -> web.StreamResponse:
+    request = CompletionRequest(**await http.json())
+    # Raises where vLLM would refuse the request.
+    request.to_sampling_params(request.max_tokens, {})
+    if request.prompt != PROMPT:
+        return web.json_response({"error": "too long"}, status=400)
+    if not request.stream:
+        return web.json_response(text=_answer(request).model_dump_json())
+    response = web.StreamResponse()
+    await response.prepare(http)
+    for token in range(request.max_tokens):
+        choice = CompletionResponseStreamChoice(index=0, text="", token_ids=[token])
+        chunk = CompletionStreamResponse(model="model", choices=[choice])
+        text = chunk.model_dump_json(exclude_unset=False)
+        await response.write(f"data: {text}\n\n".encode())
+        await asyncio.sleep(0)
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def _metrics(http: web.Request) -> web.Response:
+    return web.Response(text=METRICS)
+
+
+@pytest.fixture
+def ask():
+    """Runs ``ask(coroutine_function)`` with a session and a served address."""
+
+    async def run(function):
+        app = web.Application()
+        app.router.add_post("/v1/completions", _completions)
+        app.router.add_get("/metrics", _metrics)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        port = free_port()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        async with open_session() as session:
+            found = await function(session, f"http://127.0.0.1:{port}")
+        await runner.cleanup()
+        return found
+
+    return lambda function: asyncio.run(run(function))
+
+
+@pytest.mark.parametrize("score_prompt", [False, True])
+def test_complete(ask, score_prompt):
+    found = ask(
+        lambda session, url: complete(
+            session, url, PROMPT, 2, salt="s", score_prompt=score_prompt
+        )
+    )
+    assert found.ok
+    assert found.token_ids == [3, 4]
+    assert found.logprobs == [-0.5, -0.25]
+    assert found.gaps == [1.0, 0.25]
+    assert found.prompt_logprobs == ([-2.0, -3.0] if score_prompt else [])
+    assert found.cached_tokens == 64
+    assert found.seconds > 0
+
+
+def test_stream(ask):
+    found = ask(lambda session, url: stream(session, url, PROMPT, 5))
+    assert found.ok
+    assert found.token_ids == [0, 1, 2, 3, 4]
+    assert 0 < found.ttft <= found.seconds
+
+
+def test_stream_can_be_left(ask):
+    found = ask(lambda session, url: stream(session, url, PROMPT, 50, stop_after=3))
+    assert 3 <= len(found.token_ids) < 50
+
+
+@pytest.mark.parametrize("request_one", [complete, stream])
+def test_refusal_is_an_answer(ask, request_one):
+    found = ask(lambda session, url: request_one(session, url, [1], 2))
+    assert (found.status, found.ok) == (400, False)
+    assert json.loads(found.error) == {"error": "too long"}
+
+
+@pytest.mark.parametrize("request_one", [complete, stream])
+def test_no_server_is_an_answer(ask, request_one):
+    url = f"http://127.0.0.1:{free_port()}"
+    found = ask(lambda session, _: request_one(session, url, PROMPT, 2))
+    assert (found.status, found.ok) == (0, False)
+    assert "Connect" in found.error
+
+
+def test_running_requests(ask):
+    assert ask(running_requests) == 3

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Tensor parallelism over two GPUs gives the answers of one GPU."""
+
+import asyncio
+
+import pytest
+
+from vllm_sparse_mla.serving import scenario
+from vllm_sparse_mla.serving.client import complete, make_prompt, open_session
+from vllm_sparse_mla.serving.compare import between
+from vllm_sparse_mla.serving.probe import read_records
+from vllm_sparse_mla.serving.scenario import PROMPT_LENGTHS
+
+pytestmark = pytest.mark.gpu
+
+# Server names: variant and tensor-parallel size.
+SERVERS = {
+    "stock tp1": ("stock", 1),
+    "stock tp2": ("stock", 2),
+    "opt-in tp1": ("opt-in", 1),
+    "opt-in tp2": ("opt-in", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def tp_servers(sm90_gpus, start_server):
+    if sm90_gpus < 2:
+        pytest.skip(f"needs two SM90 GPUs of one host, found {sm90_gpus}")
+    started = {
+        name: start_server(name, variant, tensor_parallel_size=size)
+        for name, (variant, size) in SERVERS.items()
+    }
+    for server in started.values():
+        server.wait_ready()
+    return started
+
+
+@pytest.fixture(scope="module")
+def answers(tp_servers):
+    return scenario.ask(tp_servers)
+
+
+@pytest.mark.parametrize(
+    "index", range(len(PROMPT_LENGTHS)), ids=map(str, PROMPT_LENGTHS)
+)
+def test_two_gpus_answer_as_one(answers, index):
+    # What stock changes between one and two GPUs is rounding, not an error.
+    budget = scenario.noise_budget(
+        answers["stock tp1"].by_prompt(), answers["stock tp2"].by_prompt()
+    )
+    one, two = (answers[n].by_prompt()[index] for n in ("opt-in tp1", "opt-in tp2"))
+    assert between(one, two).within(budget), (between(one, two), budget)
+    stock = answers["stock tp2"].by_prompt()[index]
+    assert between(stock, two).within(budget), (between(stock, two), budget)
+
+
+def test_dispatch_sees_all_heads_of_the_model(answers, serve_folder):
+    """64 heads a rank: admitted only because the model has 128 in total."""
+    calls = read_records(serve_folder / "opt-in tp2")
+    assert {c["num_heads"] for c in calls} == {64}
+    assert len({c["pid"] for c in calls}) == 2
+    assert {c["num_heads"] for c in read_records(serve_folder / "opt-in tp1")} == {128}
+
+
+def test_each_worker_says_that_it_is_active(tp_servers):
+    server = tp_servers["opt-in tp2"]
+    processes = [server.process.pid, *(p.pid for p in server.engine_processes())]
+    assert len(processes) == 4
+    assert sorted(server.active_pids()) == sorted(processes)
+
+
+def test_killed_worker_ends_as_in_stock(tp_servers):
+    """The last test of these servers: it ends two of them."""
+
+    async def kill(name: str):
+        server = tp_servers[name]
+        server.engine_processes()[0].kill()
+        exit_status = await asyncio.to_thread(server.process.wait, 90)
+        async with open_session() as session:
+            refused = await complete(session, server.url, make_prompt(9, seed=1), 1)
+        return exit_status, refused.ok
+
+    async def kill_both():
+        return await asyncio.gather(kill("stock tp2"), kill("opt-in tp2"))
+
+    stock, opt_in = asyncio.run(kill_both())
+    assert stock == opt_in
+    assert not stock[1]

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Greedy completions over vLLM's HTTP API, prompts and answers as token ids."""
+
+import json
+import random
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from vllm_sparse_mla.serving.server import MODEL_NAME
+
+REQUEST_TIMEOUT_S = 180.0
+
+
+@dataclass
+class Completion:
+    """What came back for one request.
+
+    Attributes:
+        status: HTTP status; 0 if the connection failed.
+        error: Body of an error, or the connection's error; empty on success.
+        token_ids: Generated tokens.
+        logprobs: Log-probability of each generated token, natural log.
+        gaps: Distance from the best to the second-best log-probability at each
+            generated token.
+        prompt_logprobs: Log-probability of each prompt token but the first.
+        cached_tokens: Prompt tokens that the prefix cache served.
+        ttft: Seconds to the first token; only of streamed requests.
+        seconds: Seconds to the last token.
+    """
+
+    status: int = 0
+    error: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    ttft: float = float("nan")
+    seconds: float = float("nan")
+
+    @property
+    def ok(self) -> bool:
+        """Whether the request succeeded."""
+        return self.status == 200 and not self.error
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session without a limit on connections."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+    )
+
+
+def make_prompt(length: int, seed: int, *, vocab_size: int = 1024) -> list[int]:
+    """``length`` random token ids, the two special ones left out."""
+    generator = random.Random(seed)
+    return [generator.randrange(2, vocab_size) for _ in range(length)]
+
+
+def _body(prompt: list[int], max_tokens: int, salt: str | None) -> dict:
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if salt is not None:
+        body["cache_salt"] = salt
+    return body
+
+
+def _parse(completion: Completion, answer: dict) -> None:
+    choice = answer["choices"][0]
+    completion.token_ids = choice["token_ids"]
+    completion.logprobs = choice["logprobs"]["token_logprobs"]
+    for top in choice["logprobs"]["top_logprobs"]:
+        best, second = sorted(top.values(), reverse=True)[:2]
+        completion.gaps.append(best - second)
+    for token in choice.get("prompt_logprobs") or []:
+        if token is not None:
+            # The prompt's own token comes first; others only with a count above 0.
+            completion.prompt_logprobs.append(next(iter(token.values()))["logprob"])
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    completion.cached_tokens = details.get("cached_tokens") or 0
+
+
+async def complete(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    salt: str | None = None,
+    score_prompt: bool = False,
+) -> Completion:
+    """One completion with log-probabilities.
+
+    Args:
+        session: From ``open_session``.
+        url: The server's base address.
+        prompt: Token ids.
+        max_tokens: Tokens to generate; exactly that many are.
+        salt: Requests share prefix-cache entries only if their salts are equal.
+        score_prompt: Also ask for the log-probability of every prompt token;
+            vLLM then computes the whole prompt anew.
+
+    Returns:
+        The answer; errors are in it and are not raised.
+    """
+    body = _body(prompt, max_tokens, salt)
+    body |= {"logprobs": 2, "return_tokens_as_token_ids": True}
+    if score_prompt:
+        body["prompt_logprobs"] = 0
+    completion = Completion()
+    start = time.perf_counter()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            completion.status = response.status
+            text = await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        completion.error = repr(error)
+        return completion
+    completion.seconds = time.perf_counter() - start
+    if completion.status == 200:
+        _parse(completion, json.loads(text))
+    else:
+        completion.error = text
+    return completion
+
+
+async def stream(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    salt: str | None = None,
+    stop_after: int | None = None,
+) -> Completion:
+    """One streamed completion, timed.
+
+    Args:
+        session: From ``open_session``.
+        url: The server's base address.
+        prompt: Token ids.
+        max_tokens: Tokens to generate.
+        salt: As in ``complete``.
+        stop_after: Close the connection after that many tokens.
+    """
+    body = _body(prompt, max_tokens, salt) | {"stream": True}
+    completion = Completion()
+    start = time.perf_counter()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            completion.status = response.status
+            if response.status != 200:
+                completion.error = await response.text()
+                return completion
+            async for line in response.content:
+                payload = line.decode().strip().removeprefix("data: ")
+                if not payload or payload == "[DONE]":
+                    continue
+                event = json.loads(payload)
+                if "error" in event:
+                    completion.error = payload
+                    return completion
+                for choice in event["choices"]:
+                    completion.token_ids += choice.get("token_ids") or []
+                now = time.perf_counter() - start
+                if completion.token_ids and completion.ttft != completion.ttft:
+                    completion.ttft = now
+                if stop_after is not None and len(completion.token_ids) >= stop_after:
+                    response.close()
+                    return completion
+    except (aiohttp.ClientError, TimeoutError) as error:
+        completion.error = repr(error)
+        return completion
+    completion.seconds = time.perf_counter() - start
+    if len(completion.token_ids) != max_tokens:
+        completion.error = f"{len(completion.token_ids)} of {max_tokens} tokens came"
+    return completion
+
+
+async def running_requests(session: aiohttp.ClientSession, url: str) -> int:
+    """Requests that the engine has running or waiting, from ``/metrics``."""
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
+    return sum(
+        int(float(line.rsplit(" ", 1)[1]))
+        for line in text.splitlines()
+        if line.startswith(names)
+    )
