@@ -1,18 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The Hopper opt-in of masked MHA: its switch and its prefill thresholds."""
+"""The Hopper opt-in of masked MHA: its switch and its prefill thresholds.
 
-import os
+Dispatch is SM100-only unless the operator sets ``VLLM_SPARSE_MLA_SM90=1``. Then masked
+MHA is also taken on SM90, for the prefill lengths of the table below.
+"""
 
+import vllm.envs as envs
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
+
+logger = init_logger(__name__)
+
+_Ranges = tuple[tuple[int, int], ...]
+
+# Shaped as vLLM's table: (qk_head_dim, v_head_dim) -> attention backend -> tensor
+# parallel size -> ranges for a pure prefill and for one with context. A range
+# (max_seq_len, min_query_len) admits queries of at least min_query_len tokens; the
+# first range that holds the sequence decides, and past the last one sparse MQA runs.
+#
+# PROVISIONAL, to be replaced by what benchmark_sm90_packed_mask.py derives. From one
+# H200 run of each part on its own (unmasked FA3 in place of the masked kernel): sparse
+# MQA takes 1.7 times as long at 128 heads and 8192 tokens, 3.4 times at 16 heads and
+# 16384. Tensor parallel sizes between keep the bound of size 1. With context, and at
+# 256/256, nothing was measured, so nothing is admitted.
+_MEASURED_192_128: dict[int, tuple[_Ranges, _Ranges | None]] = {
+    1: (((8192, 0),), ()),
+    2: (((8192, 0),), ()),
+    4: (((8192, 0),), ()),
+    8: (((16384, 0),), ()),
+}
+SM90_MASKED_MHA_THRESHOLDS: dict[
+    tuple[int, int], dict[str, dict[int, tuple[_Ranges, _Ranges | None]]]
+] = {
+    (192, 128): {
+        "FLASH_ATTN_MLA_SPARSE": _MEASURED_192_128,
+        "FLASHMLA_SPARSE": _MEASURED_192_128,
+    },
+}
 
 
 def sm90_masked_mha_enabled() -> bool:
     """Whether the operator asked for masked MHA on SM90, and this is SM90."""
-    return os.getenv(
-        "VLLM_SPARSE_MLA_SM90", "0"
-    ) == "1" and current_platform.is_device_capability_family(90)
+    # The name is known to vllm.envs once the plugin has run.
+    return bool(
+        getattr(envs, "VLLM_SPARSE_MLA_SM90", False)
+    ) and current_platform.is_device_capability_family(90)
 
 
 def install_sm90_thresholds() -> None:
-    """Put the thresholds measured on SM90 into vLLM's table."""
+    """Make SM90's thresholds the only ones in vLLM's table, and log what is on.
+
+    vLLM's own rows were measured on SM100, also for backends that SM90 has, so they
+    are replaced and not added to. Does nothing without the opt-in or off SM90; may be
+    called again.
+    """
+    if not sm90_masked_mha_enabled():
+        return
+    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.attention import mla_attention
+
+    table = mla_attention._MASKED_MHA_THRESHOLDS
+    table.clear()
+    table.update(SM90_MASKED_MHA_THRESHOLDS)
+    logger.info_once(
+        "VLLM_SPARSE_MLA_SM90=1: masked MHA is on for SM90 prefills longer than the "
+        "top-k: %s",
+        describe_sm90_thresholds(get_tensor_model_parallel_world_size()),
+    )
+
+
+def describe_sm90_thresholds(tensor_parallel_size: int) -> str:
+    """What SM90's table admits at one tensor parallel size, for people."""
+    rows = []
+    for (qk_head_dim, v_head_dim), backends in SM90_MASKED_MHA_THRESHOLDS.items():
+        for backend, sizes in backends.items():
+            if tensor_parallel_size not in sizes:
+                continue
+            pure, context = sizes[tensor_parallel_size]
+            with_context = _describe_ranges(pure if context is None else context)
+            rows.append(
+                f"{backend} at {qk_head_dim}/{v_head_dim}: {_describe_ranges(pure)}, "
+                f"with context {with_context}"
+            )
+    return "; ".join(rows) or f"nothing at tensor parallel size {tensor_parallel_size}"
+
+
+def _describe_ranges(ranges: _Ranges) -> str:
+    parts = [
+        f"to {max_len} tokens" + (f" from {min_query} queries" if min_query else "")
+        for max_len, min_query in ranges
+    ]
+    return " and ".join(parts) or "never"

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Hopper is an explicit opt-in: without the switch nothing changes.
+
+Contract: ``VLLM_SPARSE_MLA_SM90=1`` on SM90, and nothing else, turns masked MHA on
+there and replaces vLLM's table of prefill thresholds. The device is faked.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.model_executor.layers.attention import (
+    mla_attention,
+    sparse_mla_attention,
+    sparse_mla_sm90,
+)
+
+SWITCH = "VLLM_SPARSE_MLA_SM90"
+DEEPSEEK_DIMS = (128, 512, 128, 64, 128)
+GLM_DIMS = (64, 512, 192, 64, 256)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Return a function that fakes the compute capability family and the switch."""
+    stock_table = copy.deepcopy(mla_attention._MASKED_MHA_THRESHOLDS)
+    monkeypatch.setattr(mla_attention, "_MASKED_MHA_THRESHOLDS", stock_table)
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", int)
+
+    def fake(family: int, switch: str | None) -> None:
+        platform = SimpleNamespace(is_device_capability_family=lambda f: f == family)
+        for module in (sparse_mla_sm90, sparse_mla_attention):
+            monkeypatch.setattr(module, "current_platform", platform)
+        monkeypatch.setattr(sparse_mla_attention, "is_fa_version_supported", bool)
+        # What vLLM's selector says: FA3 on SM90, FA4 on SM100.
+        monkeypatch.setattr(
+            sparse_mla_attention,
+            "get_flash_attn_version",
+            lambda **_: 4 if family == 100 else 3,
+        )
+        if switch is None:
+            monkeypatch.delenv(SWITCH, raising=False)
+        else:
+            monkeypatch.setenv(SWITCH, switch)
+
+    return fake
+
+
+@pytest.mark.parametrize(
+    "family, switch, enabled",
+    [
+        pytest.param(90, "1", True, id="opted-in"),
+        pytest.param(90, None, False, id="unset"),
+        pytest.param(90, "0", False, id="off"),
+        pytest.param(90, "", False, id="empty"),
+        pytest.param(100, "1", False, id="sm100"),
+        pytest.param(120, "1", False, id="sm120"),
+        pytest.param(80, "1", False, id="sm80"),
+    ],
+)
+def test_only_the_switch_on_sm90_changes_anything(on_device, family, switch, enabled):
+    on_device(family, switch)
+    before = copy.deepcopy(mla_attention._MASKED_MHA_THRESHOLDS)
+
+    sparse_mla_sm90.install_sm90_thresholds()
+
+    assert sparse_mla_sm90.sm90_masked_mha_enabled() is enabled
+    changed = before != mla_attention._MASKED_MHA_THRESHOLDS
+    assert changed is enabled
+    available = sparse_mla_attention._is_masked_mha_available(*DEEPSEEK_DIMS, "auto")
+    assert available is (enabled or family == 100)
+
+
+def test_the_opt_in_keeps_upstreams_other_conditions(on_device):
+    on_device(90, "1")
+    available = sparse_mla_attention._is_masked_mha_available
+    assert available(*GLM_DIMS, "bfloat16")
+    assert not available(*GLM_DIMS, "fp8_ds_mla")
+    assert not available(16, *DEEPSEEK_DIMS[1:], "auto")
+
+
+def test_no_row_measured_on_sm100_is_left(on_device):
+    on_device(90, "1")
+    sparse_mla_sm90.install_sm90_thresholds()
+    sparse_mla_sm90.install_sm90_thresholds()
+    table = mla_attention._MASKED_MHA_THRESHOLDS
+    assert table == sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS
+    backends = {name for rows in table.values() for name in rows}
+    assert backends == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
+
+
+def _rows():
+    for dims, backends in sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS.items():
+        for backend, sizes in backends.items():
+            for size in sizes:
+                yield pytest.param(dims, backend, size, id=f"{dims}-{backend}-tp{size}")
+
+
+@pytest.mark.parametrize("dims, backend, size", list(_rows()))
+def test_thresholds_decide_through_upstreams_function(on_device, dims, backend, size):
+    on_device(90, "1")
+    sparse_mla_sm90.install_sm90_thresholds()
+    pure, context = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS[dims][backend][size]
+
+    def use(query_len: int, seq_len: int, has_context: bool) -> bool:
+        return mla_attention._use_masked_mha(
+            backend_name=backend,
+            tensor_parallel_size=size,
+            qk_head_dim=dims[0],
+            v_head_dim=dims[1],
+            query_len=query_len,
+            seq_len=seq_len,
+            has_context=has_context,
+        )
+
+    for ranges, has_context in ((pure, False), (context, True)):
+        if ranges is None:
+            ranges = pure
+        assert list(ranges) == sorted(ranges), "lengths must ascend"
+        for max_len, min_query in ranges:
+            assert use(max(min_query, 1), max_len, has_context)
+            assert min_query <= 1 or not use(min_query - 1, max_len, has_context)
+        longest = ranges[-1][0] if ranges else 0
+        assert not use(longest + 1, longest + 1, has_context)
+
+
+def test_a_log_line_names_the_lengths(on_device, monkeypatch):
+    on_device(90, "1")
+    monkeypatch.setattr(
+        "vllm.distributed.get_tensor_model_parallel_world_size", lambda: 8
+    )
+    line = sparse_mla_sm90.describe_sm90_thresholds(8)
+    seen = []
+    monkeypatch.setattr(
+        sparse_mla_sm90.logger, "info_once", lambda msg, *args: seen.append(msg % args)
+    )
+    sparse_mla_sm90.install_sm90_thresholds()
+    assert len(seen) == 1 and seen[0].endswith(line)
+    longest = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS[192, 128][
+        "FLASH_ATTN_MLA_SPARSE"
+    ][8][0][-1][0]
+    assert f"FLASH_ATTN_MLA_SPARSE at 192/128: to {longest} tokens" in line
+    assert "nothing at tensor parallel size 3" in (
+        sparse_mla_sm90.describe_sm90_thresholds(3)
+    )
+
+
+@pytest.mark.parametrize("switch", [None, "0", "1"])
+def test_fa4s_mask_module_is_replaced_only_with_the_switch(switch):
+    program = (
+        "from vllm_sparse_mla.plugin import register\n"
+        "from vllm_sparse_mla.overlay import active_finder\n"
+        "register()\n"
+        "spec = active_finder().find_spec('vllm.vllm_flash_attn.cute.mask', None)\n"
+        "print('replaced' if spec else 'upstream')\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != SWITCH}
+    env["VLLM_SPARSE_MLA_STRICT"] = "1"
+    if switch is not None:
+        env[SWITCH] = switch
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    expected = "replaced" if switch == "1" else "upstream"
+    assert done.stdout.split()[-1] == expected
