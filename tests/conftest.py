@@ -47,7 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
         register()
     if not HAS_GPU:
         import vllm.utils.torch_utils
-
         from vllm_sparse_mla.flash_attn_stub import install_parent_module
 
         vllm.utils.torch_utils.PIN_MEMORY = False
