@@ -6,20 +6,17 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-_TRUE = ("1", "true")
-_FALSE = ("", "0", "false")
-
 
 def _switch(name: str) -> bool:
-    """Reads an on/off variable; unset means off.
+    """Reads a variable that is 1 for on, and 0, empty or unset for off.
 
     Raises:
         ValueError: if the value is neither on nor off.
     """
-    value = os.environ.get(name, "").strip().lower()
-    if value not in _TRUE + _FALSE:
-        raise ValueError(f"{name} must be 1, true, 0, false or empty, got {value!r}")
-    return value in _TRUE
+    value = os.environ.get(name, "")
+    if value not in ("1", "0", ""):
+        raise ValueError(f"{name} must be 1, 0 or empty, got {value!r}")
+    return value == "1"
 
 
 def strict() -> bool:
