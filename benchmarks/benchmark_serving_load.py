@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Does `vllm serve` with the patch set hold up under load as stock vLLM does?
+
+    python3 benchmarks/benchmark_serving_load.py --csv load.csv
+
+Sixty-four clients per server send requests of mixed lengths, one after another,
+for two minutes. Counted per server: requests, failures, kernels that vLLM's JIT
+monitor saw compiled after the warm-up, and host memory of its processes before
+and after; and GPU memory of all servers together. The servers share one GPU and
+run at the same time, so their speeds are no comparison; ``--one-by-one`` runs
+them in turn, which takes as many times as long. Needs an SM90 GPU and the
+package installed beside vLLM. Ends with 1 if a request failed.
+"""
+
+import argparse
+import asyncio
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from serving_report import (
+    gpu_memory_mib,
+    print_table,
+    running_servers,
+    save_csv,
+    variant_list,
+)
+
+from vllm_sparse_mla.serving.client import Completion, make_prompt, open_session, stream
+from vllm_sparse_mla.serving.scenario import MAX_MODEL_LEN, MODEL
+from vllm_sparse_mla.serving.server import VARIANTS, Server
+from vllm_sparse_mla.serving.tiny_model import SPECS
+
+PROMPT_TOKENS = (16, 7000)
+GENERATED_TOKENS = (1, 64)
+SHARED_PREFIXES = 4
+SHARED_PREFIX_TOKENS = 500
+
+
+@dataclass
+class Load:
+    """What one server did under load."""
+
+    answers: list[Completion] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+
+def _make_request(generator: random.Random) -> tuple[list[int], int]:
+    """A prompt of log-uniform length, half of them behind a shared prefix."""
+    low, high = PROMPT_TOKENS
+    length = round(low * (high / low) ** generator.random())
+    prompt = make_prompt(length, seed=generator.randrange(2**32))
+    if generator.random() < 0.5:
+        prefix = make_prompt(
+            SHARED_PREFIX_TOKENS, seed=generator.randrange(SHARED_PREFIXES)
+        )
+        prompt = prefix + prompt
+    return prompt, generator.randint(*GENERATED_TOKENS)
+
+
+async def _client(session, url: str, seed: int, deadline: float, load: Load) -> None:
+    generator = random.Random(seed)
+    while time.monotonic() < deadline:
+        prompt, max_tokens = _make_request(generator)
+        load.answers.append(await stream(session, url, prompt, max_tokens))
+        load.prompt_tokens += len(prompt)
+
+
+async def _run(
+    servers: Sequence[Server], clients: int, seconds: float, seed: int
+) -> list[Load]:
+    loads = [Load() for _ in servers]
+    deadline = time.monotonic() + seconds
+    async with open_session() as session:
+        await asyncio.gather(
+            *(
+                _client(session, server.url, seed + i, deadline, load)
+                for server, load in zip(servers, loads, strict=True)
+                for i in range(clients)
+            )
+        )
+    return loads
+
+
+def _host_mib(server: Server) -> float:
+    processes = [psutil.Process(server.process.pid), *server.engine_processes()]
+    return sum(process.memory_info().rss for process in processes) / 2**20
+
+
+def _measure(servers: dict[str, Server], args: argparse.Namespace) -> list[dict]:
+    group = list(servers.values())
+    asyncio.run(_run(group, args.clients, args.warm_up, seed=1_000_000))
+    compiled = [len(server.jit_kernels()) for server in group]
+    host, gpu = [_host_mib(server) for server in group], gpu_memory_mib()
+    loads = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
+    gpu_after = gpu_memory_mib()
+    rows = []
+    for i, (variant, server) in enumerate(servers.items()):
+        answers = loads[i].answers
+        failed = [answer.error for answer in answers if not answer.ok]
+        new_kernels = server.jit_kernels()[compiled[i] :]
+        for text in (*failed[:3], *new_kernels):
+            print(f"{variant}: {text}")
+        rows.append(
+            {
+                "variant": variant,
+                "requests": len(answers),
+                "failed": len(failed),
+                "compiled": len(new_kernels),
+                "prompt tokens/s": loads[i].prompt_tokens / args.seconds,
+                "TTFT median ms": 1e3
+                * statistics.median([a.ttft for a in answers if a.ok] or [math.nan]),
+                "host MiB before": host[i],
+                "host MiB after": _host_mib(server),
+                "GPU MiB before": gpu,
+                "GPU MiB after": gpu_after,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(SPECS), default=MODEL)
+    parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--warm-up", type=float, default=20.0, help="seconds")
+    parser.add_argument("--one-by-one", action="store_true")
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    groups = [[v] for v in args.variants] if args.one_by_one else [args.variants]
+    rows = []
+    for group in groups:
+        with running_servers(args.model, group, max_model_len=MAX_MODEL_LEN) as (
+            servers,
+            _,
+        ):
+            rows += _measure(servers, args)
+    together = "in turn" if args.one_by_one else "at the same time"
+    print_table(
+        f"{args.clients} clients for {args.seconds:.0f} s, servers {together}", rows
+    )
+    if args.csv is not None:
+        save_csv(args.csv, [{"model": args.model} | row for row in rows])
+    sys.exit(any(row["failed"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Time to first token of `vllm serve`: stock, patched, and patched with the opt-in.
+
+    python3 benchmarks/benchmark_serving_ttft.py --csv ttft.csv
+    python3 benchmarks/benchmark_serving_ttft.py --model dsv32-16h --ranks 8
+
+The model has DeepSeek-V3.2's attention dimensions, random weights, a few layers
+and a small dense feed-forward. One server per variant runs on one GPU; the
+variants are measured in turn within every repetition while the others are idle.
+Times are wall-clock milliseconds at the HTTP client, from sending a request to
+its first token; of several requests at a time, all sent at once, each counts.
+Needs an SM90 GPU and the package installed beside vLLM.
+
+With ``--model dsv32-16h --ranks 8`` one GPU does the work of one tensor-parallel
+rank of 8, without the all-reduces; the dispatch is told of the other ranks.
+"""
+
+import argparse
+import asyncio
+import itertools
+import statistics
+from pathlib import Path
+
+from serving_report import print_table, running_servers, save_csv, variant_list
+
+from vllm_sparse_mla.serving.client import (
+    complete,
+    make_prompt,
+    open_session,
+    stream,
+)
+from vllm_sparse_mla.serving.compare import between, spread
+from vllm_sparse_mla.serving.probe import read_records
+from vllm_sparse_mla.serving.scenario import STOCK_NOISE
+from vllm_sparse_mla.serving.server import VARIANTS
+from vllm_sparse_mla.serving.tiny_model import SPECS
+
+WARM_UP_ROUNDS = 2
+CHECK_RUNS = 2
+
+
+async def _burst(session, url: str, length: int, count: int, salt: str) -> list[float]:
+    """Milliseconds to the first token of ``count`` requests sent at once."""
+    answers = await asyncio.gather(
+        *(
+            stream(session, url, make_prompt(length, seed=i), 1, salt=f"{salt} {i}")
+            for i in range(count)
+        )
+    )
+    errors = [answer.error for answer in answers if not answer.ok]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {count} requests failed: {errors[0]}")
+    return [answer.ttft * 1e3 for answer in answers]
+
+
+async def _check(session, servers, length: int) -> None:
+    """Refuse to time servers whose answers do not agree."""
+    prompt = make_prompt(length, seed=length)
+    answers = {
+        variant: [
+            await complete(
+                session, server.url, prompt, 1, salt=f"check {i}", score_prompt=True
+            )
+            for i in range(CHECK_RUNS)
+        ]
+        for variant, server in servers.items()
+    }
+    baseline = next(iter(servers))
+    noise = spread(answers[baseline])
+    # Another order of rounding also moves keys over the edge of the top-k, so a
+    # single token may differ by more than runs of one variant do; the mean may not.
+    allowed = max(2 * noise.mean, STOCK_NOISE)
+    for variant in servers:
+        found = between(answers[baseline], answers[variant])
+        print(
+            f"{length} tokens, {variant} against {baseline}: log-probabilities "
+            f"differ by {found.mean:.5f} on average, {found.largest:.4f} at most"
+        )
+        if not found.mean <= allowed:
+            raise RuntimeError(f"{variant} answers otherwise than {baseline}: {found}")
+
+
+async def measure(servers, folders, lengths, counts, repeat: int) -> list[dict]:
+    """Rows of the table, one per length, number at a time and variant."""
+    shapes = list(itertools.product(lengths, counts))
+    times = {(shape, variant): [] for shape in shapes for variant in servers}
+    masked = dict.fromkeys(times, 0)
+    async with open_session() as session:
+        await _check(session, servers, lengths[0])
+        for shape, (variant, server) in itertools.product(shapes, servers.items()):
+            before = len(read_records(folders[variant]))
+            for i in range(WARM_UP_ROUNDS):
+                await _burst(session, server.url, *shape, f"warm {shape} {i}")
+            masked[shape, variant] = len(read_records(folders[variant])) - before
+        for i, shape in itertools.product(range(repeat), shapes):
+            for variant, server in servers.items():
+                times[shape, variant] += await _burst(
+                    session, server.url, *shape, f"timed {shape} {i}"
+                )
+    baseline = next(iter(servers))
+    rows = []
+    for (shape, variant), found in times.items():
+        median = statistics.median(found)
+        rows.append(
+            {
+                "prompt tokens": shape[0],
+                "at a time": shape[1],
+                "variant": variant,
+                "TTFT median ms": median,
+                "fastest ms": min(found),
+                "slowest ms": max(found),
+                f"{baseline} / this": statistics.median(times[shape, baseline])
+                / median,
+                "masked MHA calls": masked[shape, variant],
+                "requests": len(found),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-128h")
+    parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384]
+    )
+    parser.add_argument("--at-a-time", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="tensor-parallel ranks to stand for"
+    )
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    with running_servers(
+        args.model,
+        args.variants,
+        ranks=args.ranks,
+        max_model_len=max(args.lengths) + 256,
+    ) as (servers, folders):
+        rows = asyncio.run(
+            measure(servers, folders, args.lengths, args.at_a_time, args.repeat)
+        )
+    rows = [{"model": args.model, "ranks": args.ranks} | row for row in rows]
+    print_table("Time to first token, milliseconds at the HTTP client", rows)
+    if args.csv is not None:
+        save_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
