@@ -359,7 +359,7 @@ def _build_topk_mask_triton(
 def _use_cutedsl_topk_mask(device_type: str) -> bool:
     """Whether the CuTe DSL kernel builds masks on this device; says so once."""
     if device_type != "cuda" or not current_platform.is_cuda():
-        reason = f"device is {device_type} on {current_platform.device_name}"
+        reason = f"{device_type} is not an NVIDIA GPU here"
     elif not has_cutedsl():
         reason = "the CuTe DSL is not installed"
     else:

@@ -34,6 +34,7 @@ from vllm.model_executor.warmup.jit_warmup_cutedsl_helper import (
 )
 
 VECTOR_WORDS = 4  # int32 values in one 16-byte access
+SPARE_WORDS = 32
 MAX_GRID_YZ = 65535
 
 
@@ -47,14 +48,12 @@ class TopkMaskTuning:
             indices (2048) are read at once.
         blocks_per_sm: blocks to be resident on a multiprocessor; caps the registers.
         tile_words: words of a mask row assembled in shared memory (16 KiB).
-        combine: OR bits of one word within a thread's 4 indices before the atomic.
     """
 
-    threads: int = 256
-    vectors: int = 2
-    blocks_per_sm: int = 6
+    threads: int = 128
+    vectors: int = 4
+    blocks_per_sm: int = 8
     tile_words: int = 4096
-    combine: bool = True
 
 
 DEFAULT_TUNING = TopkMaskTuning()
@@ -94,6 +93,23 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cute.jit
+def _bit(position: Uint32):
+    return Uint32(1) << (position & Uint32(31))
+
+
+@cute.jit
+def _vector_at(row: cute.Pointer, vector: Int32):
+    """The 16 bytes numbered `vector` of a row that starts on such a boundary."""
+    pointer = cute.make_ptr(
+        row.dtype,
+        (row + vector * VECTOR_WORDS).toint(),
+        cute.AddressSpace.gmem,
+        assumed_align=16,
+    )
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR_WORDS))
+
+
 class _TopkMaskProgram:
     """The device program of one compile key."""
 
@@ -108,7 +124,6 @@ class _TopkMaskProgram:
         self.vectors = tuning.vectors
         self.blocks_per_sm = tuning.blocks_per_sm
         self.tile_words = tuning.tile_words
-        self.combine = tuning.combine
         self.vectorized = vectorized
         self.has_ranges = has_ranges
         self.has_key_starts = has_key_starts
@@ -166,11 +181,7 @@ class _TopkMaskProgram:
             for j in cutlass.range_constexpr(self.vectors):
                 vector = chunk * step + j * self.threads + tid
                 if vector < num_vectors:
-                    source = cute.make_tensor(
-                        (row + vector * VECTOR_WORDS).align(16),
-                        cute.make_layout(VECTOR_WORDS),
-                    )
-                    cute.autovec_copy(source, indices[None, j])
+                    cute.autovec_copy(_vector_at(row, vector), indices[None, j])
         else:
             for j in cutlass.range_constexpr(self.vectors):
                 for e in cutlass.range_constexpr(VECTOR_WORDS):
@@ -183,7 +194,7 @@ class _TopkMaskProgram:
                         indices[e, j] = row[column]
 
     @cute.jit
-    def position(self, index: Int32, base: Uint32, limit: Uint32):
+    def position_of(self, index: Int32, base: Uint32, limit: Uint32):
         """Bit position of a key in the piece, and whether it belongs there."""
         position = Uint32(index) - base
         inside = position < limit
@@ -193,9 +204,9 @@ class _TopkMaskProgram:
         return position, inside
 
     @cute.jit
-    def or_word(self, bitmap: cute.Tensor, word: Uint32, bits: Uint32):
-        cute.arch.atomic_or(
-            bitmap.iterator + Int32(word), bits, sem="relaxed", scope="cta"
+    def or_word(self, bitmap: cute.Pointer, word: Uint32, bits: Uint32):
+        cute.arch.red(
+            bitmap + Int32(word), bits, op="or", dtype="b32", sem="relaxed", scope="cta"
         )
 
     @cute.jit
@@ -204,36 +215,34 @@ class _TopkMaskProgram:
         indices: cute.Tensor,
         base: Uint32,
         limit: Uint32,
-        bitmap: cute.Tensor,
+        bitmap: cute.Pointer,
+        spare: Uint32,
     ):
-        """OR the bits of this thread's indices into the bitmap."""
+        """OR the bits of this thread's indices into the bitmap.
+
+        Rows are often runs of consecutive keys. Eight neighbouring threads would then
+        queue for one word four times, so 4 indices of one word become one atomic. In
+        other rows a dropped index sets a bit of this lane's `spare` word, which costs
+        less than a branch.
+        """
         for j in cutlass.range_constexpr(self.vectors):
-            if cutlass.const_expr(self.combine):
-                pending_word = Uint32(0)
-                pending_bits = Uint32(0)
+            first, _ = self.position_of(indices[0, j], base, limit)
+            differing = Uint32(0)
+            for e in cutlass.range_constexpr(1, VECTOR_WORDS):
+                position, _ = self.position_of(indices[e, j], base, limit)
+                differing = differing | (first ^ position)
+            if differing < Uint32(32):
+                bits = Uint32(0)
                 for e in cutlass.range_constexpr(VECTOR_WORDS):
-                    position, inside = self.position(indices[e, j], base, limit)
-                    word = position >> Uint32(5)
-                    if word != pending_word and pending_bits != Uint32(0):
-                        self.or_word(bitmap, pending_word, pending_bits)
-                    if word != pending_word:
-                        pending_bits = Uint32(0)
-                    pending_word = word
-                    if inside:
-                        pending_bits = pending_bits | (
-                            Uint32(1) << (position & Uint32(31))
-                        )
-                if pending_bits != Uint32(0):
-                    self.or_word(bitmap, pending_word, pending_bits)
+                    position, inside = self.position_of(indices[e, j], base, limit)
+                    bits = bits | (_bit(position) if inside else Uint32(0))
+                if bits != Uint32(0):
+                    self.or_word(bitmap, first >> Uint32(5), bits)
             else:
                 for e in cutlass.range_constexpr(VECTOR_WORDS):
-                    position, inside = self.position(indices[e, j], base, limit)
-                    if inside:
-                        self.or_word(
-                            bitmap,
-                            position >> Uint32(5),
-                            Uint32(1) << (position & Uint32(31)),
-                        )
+                    position, inside = self.position_of(indices[e, j], base, limit)
+                    position = position if inside else spare
+                    self.or_word(bitmap, position >> Uint32(5), _bit(position))
 
     @cute.jit
     def scatter_tail(
@@ -243,26 +252,14 @@ class _TopkMaskProgram:
         tid: Int32,
         base: Uint32,
         limit: Uint32,
-        bitmap: cute.Tensor,
+        bitmap: cute.Pointer,
     ):
         """Scatter the up to 3 indices past the last whole vector."""
         column = num_topk // VECTOR_WORDS * VECTOR_WORDS + tid
         if column < num_topk:
-            position, inside = self.position(row[column], base, limit)
+            position, inside = self.position_of(row[column], base, limit)
             if inside:
-                self.or_word(
-                    bitmap,
-                    position >> Uint32(5),
-                    Uint32(1) << (position & Uint32(31)),
-                )
-
-    @cute.jit
-    def store_vector(self, row: cute.Pointer, vector: Int32, words: cute.Tensor):
-        target = cute.make_tensor(
-            cute.recast_ptr(row + vector * VECTOR_WORDS, dtype=Uint32).align(16),
-            cute.make_layout(VECTOR_WORDS),
-        )
-        cute.autovec_copy(words, target)
+                self.or_word(bitmap, position >> Uint32(5), _bit(position))
 
     @cute.kernel
     def kernel(
@@ -284,10 +281,15 @@ class _TopkMaskProgram:
         num_words = out.shape[2]
 
         bitmap = cutlass.utils.SmemAllocator().allocate_tensor(
-            Uint32,
-            cute.make_layout((VECTOR_WORDS, self.tile_words // VECTOR_WORDS)),
+            Int32,
+            cute.make_layout(
+                (VECTOR_WORDS, (self.tile_words + SPARE_WORDS) // VECTOR_WORDS)
+            ),
             byte_alignment=16,
         )
+        # Words past the tile take the bits of dropped indices: one for each lane, so
+        # that they do not queue for one bank.
+        spare = Uint32(32) * Uint32(self.tile_words + tid % SPARE_WORDS)
 
         # Rows [0, num_rows) of the request have a top-k row, the rest are all zero.
         q_start = Int32(cu_q_lens[request])
@@ -319,8 +321,8 @@ class _TopkMaskProgram:
         shape = cutlass.const_expr((VECTOR_WORDS, self.vectors))
         present = cute.make_rmem_tensor(shape, Int32)
         coming = cute.make_rmem_tensor(shape, Int32)
-        words = cute.make_rmem_tensor((VECTOR_WORDS,), Uint32)
-        zeros = cute.make_rmem_tensor((VECTOR_WORDS,), Uint32)
+        words = cute.make_rmem_tensor((VECTOR_WORDS,), Int32)
+        zeros = cute.make_rmem_tensor((VECTOR_WORDS,), Int32)
         zeros.fill(0)
 
         coming.fill(-1)
@@ -328,7 +330,7 @@ class _TopkMaskProgram:
             self.load_indices(
                 topk_rows + Int64(first_row) * topk_step, 0, num_topk, tid, coming
             )
-        for v in range(tid, num_vectors, threads):
+        for v in cutlass.range(tid, num_vectors, threads, unroll=2):
             cute.autovec_copy(zeros, bitmap[None, v])
         cute.arch.sync_threads()
 
@@ -344,40 +346,38 @@ class _TopkMaskProgram:
                     tid,
                     coming,
                 )
-            self.scatter(present, base, limit, bitmap)
+            self.scatter(present, base, limit, bitmap.iterator, spare)
             for chunk in range(1, num_chunks):
                 self.load_indices(topk_row, chunk, num_topk, tid, present)
-                self.scatter(present, base, limit, bitmap)
+                self.scatter(present, base, limit, bitmap.iterator, spare)
             if cutlass.const_expr(self.vectorized):
-                self.scatter_tail(topk_row, num_topk, tid, base, limit, bitmap)
+                self.scatter_tail(topk_row, num_topk, tid, base, limit, bitmap.iterator)
             cute.arch.sync_threads()
 
             out_row = out_rows + Int64(row) * out_step
-            for v in range(tid, num_vectors, threads):
+            for v in cutlass.range(tid, num_vectors, threads, unroll=2):
                 cute.autovec_copy(bitmap[None, v], words)
                 cute.autovec_copy(zeros, bitmap[None, v])
                 if cutlass.const_expr(self.has_key_starts):
                     is_last = first_word + (v + 1) * VECTOR_WORDS == num_words
                     if row == 0 and is_last:
-                        words[VECTOR_WORDS - 1] = Uint32(key_starts[request])
-                self.store_vector(out_row, v, words)
+                        words[VECTOR_WORDS - 1] = key_starts[request]
+                cute.autovec_copy(words, _vector_at(out_row, v))
             cute.arch.sync_threads()
 
         # The first of this block's rows past the request's length.
         past = first_row
         if first_row < num_rows:
-            past = (
-                first_row + cute.ceil_div(num_rows - first_row, row_step) * row_step
-            )
+            past = first_row + cute.ceil_div(num_rows - first_row, row_step) * row_step
         for row in range(past, max_q_len, row_step):
             out_row = out_rows + Int64(row) * out_step
-            for v in range(tid, num_vectors, threads):
+            for v in cutlass.range(tid, num_vectors, threads, unroll=2):
                 words.fill(0)
                 if cutlass.const_expr(self.has_key_starts):
                     is_last = first_word + (v + 1) * VECTOR_WORDS == num_words
                     if row == 0 and is_last:
-                        words[VECTOR_WORDS - 1] = Uint32(key_starts[request])
-                self.store_vector(out_row, v, words)
+                        words[VECTOR_WORDS - 1] = key_starts[request]
+                cute.autovec_copy(words, _vector_at(out_row, v))
 
 
 class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):

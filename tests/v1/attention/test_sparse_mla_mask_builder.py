@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The mask builder's front and kernels, bit for bit against a dense boolean grid."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    _build_topk_mask,
+    _topk_mask_shape,
+)
+
+INT32_MAX = 2**31 - 1
+CANARY = 0x5A5A5A5A
+PADDING = 64  # words of canary on each side of `out`, a multiple of 16 bytes
+
+PACKED_FRONT = "stock has no builder over packed rows"
+OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"
+NO_CHECKS = "stock checks nothing before it launches"
+STALE_WORDS = "stock leaves words past the last key as they were"
+OWN_ROW_COUNT = "stock places a request's rows by max_q_len, not by out's batch stride"
+
+
+class Guarded:
+    """An `out` full of ones between two zones of canary words."""
+
+    def __init__(self, shape, device):
+        numel = int(np.prod(shape))
+        self.flat = torch.full(
+            (numel + 2 * PADDING,), CANARY, dtype=torch.int32, device=device
+        )
+        self.out = self.flat[PADDING : PADDING + numel].view(shape)
+        self.out.fill_(-1)
+
+    def assert_untouched_outside(self, view):
+        zones = torch.cat((self.flat[:PADDING], self.flat[-PADDING:]))
+        assert (zones == CANARY).all(), "a canary beside out was overwritten"
+        outside = torch.ones(self.out.shape, dtype=torch.bool)
+        outside[: view.shape[0], : view.shape[1]] = False
+        assert (self.out.cpu()[outside] == -1).all(), "a word outside the view changed"
+
+
+def expected_words(topk, q_lens, rows, num_keys, num_words, starts=None, lens=None):
+    """Words from a dense boolean grid; numpy's bit packing, no kernel's arithmetic."""
+    grid = np.zeros((len(q_lens), rows, num_words * 32), dtype=bool)
+    source = topk.cpu().numpy().astype(np.int64)
+    token = 0
+    for request, q_len in enumerate(q_lens):
+        start = 0 if starts is None else starts[request]
+        length = num_keys if lens is None else min(lens[request], num_keys)
+        for row in range(q_len):
+            keys = source[token]
+            keys = keys[keys >= 0] - start
+            grid[request, row, keys[(keys >= 0) & (keys < length)]] = True
+            token += 1
+    return np.packbits(grid, axis=-1, bitorder="little").view(np.int32)
+
+
+def random_topk(rows, topk, num_keys, seed=0):
+    """Rows with -1 anywhere, duplicates, and indices at and past the last key."""
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(0, num_keys, (rows, topk), generator=generator)
+    kind = torch.randint(0, 10, (rows, topk), generator=generator)
+    index[kind == 0] = -1
+    return index.int()
+
+
+def hostile_topk(rows, topk, num_keys, seed=0):
+    index = random_topk(rows, topk, num_keys, seed)
+    kind = torch.randint(0, 8, index.shape, generator=torch.Generator().manual_seed(1))
+    index[kind == 0] = num_keys
+    index[kind == 1] = num_keys + 40
+    index[kind == 2] = -(2**31)
+    return index
+
+
+def build_both(topk, q_lens, num_keys, device, max_q_len=None):
+    rows = max(q_lens, default=0) if max_q_len is None else max_q_len
+    guarded = Guarded(_topk_mask_shape(len(q_lens) + 1, rows, num_keys), device)
+    per_request = list(topk.to(device).split(q_lens)) if q_lens else []
+    view = _build_topk_mask(per_request, q_lens, rows, num_keys, guarded.out)
+    expected = expected_words(topk, q_lens, rows, num_keys, guarded.out.shape[2])
+    return guarded, view, expected
+
+
+@pytest.mark.parametrize(
+    "num_keys",
+    [
+        *(
+            pytest.param(size, marks=pytest.mark.stock_fails(STALE_WORDS))
+            for size in (1, 31, 32, 33, 129, 4097)
+        ),
+        127,
+        128,
+    ],
+)
+def test_keys_at_every_edge(num_keys, device):
+    topk = random_topk(5, 64, num_keys, seed=num_keys)
+    guarded, view, expected = build_both(topk, [5], num_keys, device)
+    np.testing.assert_array_equal(view.cpu().numpy(), expected)
+    guarded.assert_untouched_outside(view)
+
+
+@pytest.mark.parametrize("num_queries", [1, 7, 128, 129, 256, 257])
+def test_queries_at_every_edge(num_queries, device):
+    topk = random_topk(num_queries, 16, 128, seed=num_queries)
+    guarded, view, expected = build_both(topk, [num_queries], 128, device)
+    np.testing.assert_array_equal(view.cpu().numpy(), expected)
+    guarded.assert_untouched_outside(view)
+
+
+@pytest.mark.stock_fails(OWN_ROW_COUNT)
+@pytest.mark.parametrize(
+    "q_lens",
+    [
+        pytest.param([0, 3, 5], id="empty-first"),
+        pytest.param([3, 0, 5], id="empty-middle"),
+        pytest.param([3, 5, 0], id="empty-last"),
+        pytest.param([0, 0, 0], id="all-empty"),
+        pytest.param([1, 9, 4], id="unequal"),
+    ],
+)
+def test_several_requests(q_lens, device):
+    topk = random_topk(sum(q_lens), 32, 256)
+    guarded, view, expected = build_both(topk, q_lens, 256, device, max_q_len=12)
+    np.testing.assert_array_equal(view.cpu().numpy(), expected)
+    guarded.assert_untouched_outside(view)
+
+
+@pytest.mark.stock_fails(OUT_OF_RANGE)
+@pytest.mark.parametrize("q_lens", [[6], [2, 4]], ids=["one-request", "two-requests"])
+def test_hostile_indices_set_nothing_and_write_nowhere(q_lens, device):
+    topk = hostile_topk(sum(q_lens), 48, 100)
+    guarded, view, expected = build_both(topk, q_lens, 100, device)
+    np.testing.assert_array_equal(view.cpu().numpy(), expected)
+    guarded.assert_untouched_outside(view)
+
+
+@pytest.mark.parametrize("num_topk", [1, 3, 1024, 1025, 2048])
+def test_topk_of_any_width_and_row_stride(num_topk, device):
+    wide = random_topk(4, num_topk + 5, 3000, seed=num_topk)
+    topk = wide.to(device)[:, :num_topk]
+    shape = _topk_mask_shape(1, 4, 3000)
+    guarded = Guarded(shape, device)
+    view = _build_topk_mask([topk], [4], 4, 3000, guarded.out)
+    expected = expected_words(wide[:, :num_topk], [4], 4, 3000, shape[2])
+    np.testing.assert_array_equal(view.cpu().numpy()[..., :94], expected[..., :94])
+
+
+@pytest.mark.stock_fails(OUT_OF_RANGE, run=False)  # a write 256 MiB away: it crashes
+def test_the_largest_index_sets_nothing(device):
+    topk = torch.tensor([[INT32_MAX, 5], [INT32_MAX, -1]], dtype=torch.int32)
+    guarded, view, expected = build_both(topk, [2], 128, device)
+    np.testing.assert_array_equal(view.cpu().numpy(), expected)
+    guarded.assert_untouched_outside(view)
+
+
+def test_duplicates_and_rows_without_keys(device):
+    topk = torch.tensor([[7, 7, 7, 7], [-1, -1, -1, -1]], dtype=torch.int32)
+    _, view, _ = build_both(topk, [2], 128, device)
+    assert view.flatten().tolist() == [128, 0, 0, 0] + [0] * 4
+
+
+def test_requests_without_any_query_row(device):
+    out = torch.full((2, 128, 4), -1, dtype=torch.int32, device=device)
+    assert _build_topk_mask([], [], 0, 128, out).shape == (0, 0, 4)
+    empty = torch.empty((0, 8), dtype=torch.int32, device=device)
+    assert _build_topk_mask([empty], [0], 0, 128, out).shape == (1, 0, 4)
+    assert (out == -1).all()
+
+
+@pytest.mark.stock_fails(PACKED_FRONT)
+@pytest.mark.parametrize(
+    ("starts", "lens"),
+    [
+        pytest.param([0, 0, 0], [300, 300, 300], id="whole"),
+        pytest.param([37, 0, 250], [64, 0, 50], id="ranges"),
+        pytest.param([1, 31, 299], None, id="open-ended"),
+        pytest.param([INT32_MAX, 5, 0], None, id="past-every-key"),
+    ],
+)
+def test_ranges_store_keys_relative_to_their_start(starts, lens, device):
+    q_lens, num_keys = [3, 0, 4], 96
+    topk = hostile_topk(7, 40, 300)
+    shape = _topk_mask_shape(3, 4, num_keys)
+    guarded = Guarded(shape, device)
+
+    def vector(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    view = sparse_mla_attention._build_packed_topk_mask(
+        topk.to(device),
+        vector([0, 3, 3, 7]),
+        4,
+        num_keys,
+        guarded.out,
+        range_starts=vector(starts),
+        range_lens=None if lens is None else vector(lens),
+    )
+    expected = expected_words(topk, q_lens, 4, num_keys, shape[2], starts, lens)
+    np.testing.assert_array_equal(view.cpu().numpy(), expected)
+    guarded.assert_untouched_outside(view)
+
+
+@pytest.mark.stock_fails(PACKED_FRONT)
+def test_key_starts_go_into_the_last_word_of_row_0(device):
+    shape = _topk_mask_shape(2, 3, 128, reserve_key_starts_word=True)
+    guarded = Guarded(shape, device)
+    starts = torch.tensor([INT32_MAX, 17], dtype=torch.int32, device=device)
+    topk = random_topk(5, 16, 128)
+    view = sparse_mla_attention._build_packed_topk_mask(
+        topk.to(device),
+        torch.tensor([0, 3, 5], dtype=torch.int32, device=device),
+        3,
+        128,
+        guarded.out,
+        key_starts=starts,
+    )
+    expected = expected_words(topk, [3, 2], 3, 128, shape[2])
+    expected[:, 0, -1] = starts.cpu().numpy()
+    np.testing.assert_array_equal(view.cpu().numpy(), expected)
+
+
+def _call(device, **changes):
+    # Stock, which checks nothing, writes past `out`, but not past this buffer.
+    buffer = torch.full((4096,), CANARY, dtype=torch.int32, device=device)
+    arguments = dict(
+        topk_indices_per_req=[torch.zeros((2, 4), dtype=torch.int32, device=device)],
+        q_lens=[2],
+        max_q_len=2,
+        max_seq_len=128,
+        out=buffer[:512].view(1, 128, 4),
+    )
+    return _build_topk_mask(**(arguments | changes))
+
+
+@pytest.mark.stock_fails(NO_CHECKS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"max_seq_len": 129}, "out is too small", id="too-few-words"),
+        pytest.param({"max_q_len": 129}, "out is too small", id="too-few-rows"),
+        pytest.param({"q_lens": [3]}, "q_lens", id="rows-do-not-match"),
+        pytest.param({"q_lens": [2, 0]}, "one tensor a request", id="missing-request"),
+        pytest.param({"max_q_len": 1}, "max_q_len", id="more-rows-than-max"),
+    ],
+)
+def test_bad_sizes_are_refused_before_a_launch(change, message, device):
+    with pytest.raises(ValueError, match=message):
+        _call(device, **change)
+
+
+@pytest.mark.stock_fails(NO_CHECKS)
+@pytest.mark.parametrize(
+    ("make_out", "message"),
+    [
+        pytest.param(lambda o: o.long(), "out must be int32", id="int64"),
+        pytest.param(lambda o: o[0], "out must be 3-D", id="two-dimensions"),
+        pytest.param(lambda o: o[..., ::2], "last stride 1", id="strided-words"),
+        pytest.param(lambda o: o[..., 1:5], "start at a multiple", id="unaligned"),
+        pytest.param(
+            lambda o: o.flatten()[:1200].view(1, 200, 6)[..., :4],
+            "row strides",
+            id="odd-rows",
+        ),
+    ],
+)
+def test_bad_storage_is_refused_before_a_launch(make_out, message, device):
+    buffer = torch.full((8192,), CANARY, dtype=torch.int32, device=device)
+    out = buffer[: 128 * 12].view(1, 128, 12)
+    with pytest.raises(ValueError, match=message):
+        _call(device, out=make_out(out))
+    assert (buffer == CANARY).all()
+
+
+@pytest.mark.stock_fails(NO_CHECKS)
+def test_topk_rows_of_another_type_are_refused(device):
+    rows = torch.zeros((2, 4), dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="topk must be int32"):
+        _call(device, topk_indices_per_req=[rows])
