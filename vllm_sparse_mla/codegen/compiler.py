@@ -18,7 +18,9 @@ from vllm_sparse_mla.codegen.records import CodegenRecord
 from vllm_sparse_mla.codegen.variants import Variant, check_arch
 from vllm_sparse_mla.codegen.worker import environment
 
-_START = "from vllm_sparse_mla.codegen.worker import main; main()"
+_START = (
+    "import sys; from vllm_sparse_mla.codegen.worker import main; main(sys.argv[1])"
+)
 
 
 class CodegenError(RuntimeError):
@@ -30,6 +32,7 @@ def compile_variants(
     arch: str = "sm_100a",
     jobs: int = 2,
     progress: Callable[[CodegenRecord], None] | None = None,
+    fa4_dir: Path | None = None,
 ) -> list[CodegenRecord]:
     """Compile each variant once, with no GPU, and report on its code.
 
@@ -41,6 +44,8 @@ def compile_variants(
         arch: target such as ``sm_100a``.
         jobs: subprocesses at a time.
         progress: called with each record, from other threads, as it comes.
+        fa4_dir: folder that holds a ``flash_attn`` package to compile instead of the
+            FA4 that vLLM vendors; not for sm_90.
 
     Returns:
         A record per variant, in the order given.
@@ -52,7 +57,8 @@ def compile_variants(
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
-    find_tool("nvdisasm"), find_tool("cuobjdump")
+    for tool in ("nvdisasm", "cuobjdump"):
+        find_tool(tool)
     check_arch(arch)
     wanted = [v if v.arch else replace(v, arch=arch) for v in variants]
     # Targets stay together, so that few workers are started for each.
@@ -64,7 +70,7 @@ def compile_variants(
     done: dict[Variant, CodegenRecord] = {}
     failures: list[CodegenError] = []
     threads = [
-        threading.Thread(target=_drain, args=(work, done, failures, progress))
+        threading.Thread(target=_drain, args=(work, done, failures, progress, fa4_dir))
         for _ in range(min(jobs, len(todo)))
     ]
     for thread in threads:
@@ -81,6 +87,7 @@ def _drain(
     done: dict[Variant, CodegenRecord],
     failures: list[CodegenError],
     progress: Callable[[CodegenRecord], None] | None,
+    fa4_dir: Path | None,
 ) -> None:
     worker = None
     try:
@@ -92,7 +99,7 @@ def _drain(
             if worker is None or worker.arch != variant.arch:
                 if worker is not None:
                     worker.close()
-                worker = _Worker(variant.arch)
+                worker = _Worker(variant.arch, fa4_dir)
             record = worker.compile(variant)
             done[variant] = record
             if progress is not None:
@@ -109,7 +116,7 @@ def _drain(
 class _Worker:
     """One subprocess for one target, with a private folder that it removes."""
 
-    def __init__(self, arch: str) -> None:
+    def __init__(self, arch: str, fa4_dir: Path | None) -> None:
         self.arch = arch
         self._folder = tempfile.TemporaryDirectory(prefix="sparse-mla-codegen-")
         folder = Path(self._folder.name)
@@ -119,11 +126,9 @@ class _Worker:
         env = os.environ | environment(arch, dump_dir)
         env.pop("TRITON_INTERPRET", None)
         # The same packages as here, whatever put them on the path.
-        env["PYTHONPATH"] = os.pathsep.join(
-            [*dict.fromkeys(path for path in sys.path if path)]
-        )
+        env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START],
+            [sys.executable, "-c", _START, str(fa4_dir or "")],
             env=env,
             cwd=folder,
             stdin=subprocess.PIPE,

@@ -37,6 +37,9 @@ class Variant:
         key_starts: give the callback a second aux tensor, int32 [batch].
         arch: target such as ``sm_100a``; None means the target that is given to
             ``compile_variants``.
+        alone: not FA4 but a kernel that only calls the callback, once per row and
+            group of 128 columns (``callback_kernel``); head dimensions, ``causal``,
+            ``lse`` and ``batch`` mean nothing then.
     """
 
     head_dim: int = 192
@@ -47,6 +50,7 @@ class Variant:
     callback: str = "none"
     key_starts: bool = False
     arch: str | None = None
+    alone: bool = False
 
     def __post_init__(self) -> None:
         dims = (self.head_dim, self.head_dim_v)
@@ -67,6 +71,8 @@ class Variant:
     @property
     def label(self) -> str:
         """Short name, unique among variants of one target."""
+        if self.alone:
+            return f"alone {self.callback_label}"
         words = [
             f"{self.head_dim}/{self.head_dim_v}",
             "causal" if self.causal else "full",

@@ -7,6 +7,9 @@ imported, so the parent sets the target in the environment and starts one proces
 target; ``compiler`` does both.
 """
 
+import functools
+import importlib
+import inspect
 import json
 import os
 import sys
@@ -62,13 +65,12 @@ class TraceCount:
     def around(self, mask_mod: Callable) -> Callable:
         """Return ``mask_mod`` as FA4 sees it, but counted."""
 
+        # Attributes come along: FA4 reads __vec_size__ and the like from the callback.
+        @functools.wraps(mask_mod)
         def counted(*args):
             self.mask_calls += 1
             return mask_mod(*args)
 
-        for name in ("__vec_size__", "__cute_hash__"):
-            if hasattr(mask_mod, name):
-                setattr(counted, name, getattr(mask_mod, name))
         return counted
 
     @contextmanager
@@ -111,13 +113,17 @@ def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
     vec_size = getattr(mask_mod, "__vec_size__", 1)
     if mask_mod is not None:
         mask_mod = count.around(mask_mod)
-    if mask_mod is not None and vec_size == 128 and variant.arch.startswith("sm_90"):
+    is_sm90 = variant.arch.startswith("sm_90")
+    if mask_mod is not None and vec_size == 128 and is_sm90 and not variant.alone:
         from vllm.vllm_flash_attn.cute.mask import packed_mask_front
 
         mask_mod = packed_mask_front(mask_mod)
     start = time.perf_counter()
     with count.watching():
-        _trace(variant, mask_mod)
+        if variant.alone:
+            _trace_alone(variant, mask_mod)
+        else:
+            _trace_attention(variant, mask_mod)
     seconds = time.perf_counter() - start
     cubin = _only_file(dump_dir, ".cubin")
     found = read_cubin(cubin)
@@ -133,7 +139,7 @@ def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
         local_bytes=found.local_bytes,
         local_opcodes=found.local_opcodes,
         ptx_loads=read_ptx_loads(_only_file(dump_dir, ".ptx").read_text()),
-        applications=count.applications,
+        applications=int(mask_mod is not None) if variant.alone else count.applications,
         mask_calls=count.mask_calls,
         vec_size=vec_size,
         versions=_versions() | found.versions,
@@ -153,7 +159,13 @@ def _versions() -> dict[str, str]:
     return {name: version(package) for name, package in packages.items()}
 
 
-def _trace(variant: Variant, mask_mod: Callable | None) -> None:
+def _trace_alone(variant: Variant, mask_mod: Callable | None) -> None:
+    from vllm_sparse_mla.codegen.callback_kernel import compile_callback_kernel
+
+    compile_callback_kernel(mask_mod, variant.key_starts)
+
+
+def _trace_attention(variant: Variant, mask_mod: Callable | None) -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -174,7 +186,7 @@ def _trace(variant: Variant, mask_mod: Callable | None) -> None:
             if variant.key_starts:
                 aux_tensors.append(tensor(variant.batch))
                 leading_dims.append(0)
-            aux = {"aux_tensors": aux_tensors, "aux_tensor_leading_dims": leading_dims}
+            aux = _aux_arguments(_flash_attn_fwd, aux_tensors, leading_dims)
         _flash_attn_fwd(
             q,
             k,
@@ -190,6 +202,16 @@ def _trace(variant: Variant, mask_mod: Callable | None) -> None:
             mask_mod=mask_mod,
             **aux,
         )
+
+
+def _aux_arguments(forward: Callable, tensors: list, leading_dims: list[int]) -> dict:
+    aux = {"aux_tensors": tensors}
+    if "aux_tensor_leading_dims" in inspect.signature(forward).parameters:
+        return aux | {"aux_tensor_leading_dims": leading_dims}
+    # FA4 releases on PyPI without that argument read it from the tensors.
+    for tensor, leading_dim in zip(tensors, leading_dims):
+        tensor.__leading_dim__ = leading_dim
+    return aux
 
 
 def serve(dump_dir: Path) -> None:
@@ -209,13 +231,33 @@ def serve(dump_dir: Path) -> None:
         print(json.dumps(answer), file=answers)
 
 
-def main() -> None:
-    """Entry point of the subprocess."""
+def use_fa4_from(folder: str) -> None:
+    """Let ``flash_attn.cute`` of a folder take the place of the one in vLLM."""
+    import vllm.vllm_flash_attn as parent
+
+    sys.path.insert(0, folder)
+    ours = "flash_attn.cute"
+    importlib.import_module(f"{ours}.interface")
+    for name, module in list(sys.modules.items()):
+        if name == ours or name.startswith(f"{ours}."):
+            sys.modules[f"{parent.__name__}.cute{name.removeprefix(ours)}"] = module
+    parent.cute = sys.modules[ours]
+
+
+def main(fa4_dir: str = "") -> None:
+    """Entry point of the subprocess.
+
+    Args:
+        fa4_dir: folder that holds a ``flash_attn`` package to compile instead of
+            the one that vLLM vendors; empty for the latter.
+    """
     warnings.simplefilter("ignore")
     from vllm_sparse_mla.flash_attn_stub import install_parent_module
 
     install_parent_module()
-    if os.environ["CUTE_DSL_ARCH"].startswith("sm_90"):
+    if fa4_dir:
+        use_fa4_from(fa4_dir)
+    elif os.environ["CUTE_DSL_ARCH"].startswith("sm_90"):
         # FA4's mask module is replaced there, so this comes before its first import.
         from vllm_sparse_mla.codegen.callbacks import put_overlay_in_force
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Compiles the masked kernels with the newest FA4 on PyPI: a look ahead, no gate."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from vllm_sparse_mla.codegen.compiler import CodegenError, compile_variants
+from vllm_sparse_mla.codegen.records import CodegenRecord
+from vllm_sparse_mla.codegen.variants import Variant
+
+PACKAGE = "flash-attn-4"
+
+
+def check_latest_fa4(
+    variants: Sequence[Variant],
+    arch: str,
+    jobs: int,
+    report: Callable[[str], None],
+) -> list[CodegenRecord]:
+    """Download FA4's newest pre-release and compile ``variants`` with it.
+
+    It goes to a temporary folder that is removed; the installed packages stay as they
+    are, so FA4 runs on the DSL that vLLM pins.
+
+    Args:
+        report: receives what was found, and why something could not run.
+
+    Returns:
+        The records, none if it could not run.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparse-mla-fa4-") as folder:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--pre"]
+        command += ["--no-deps", "--target", folder, PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            report(f"could not install {PACKAGE}: {done.stderr.strip()}")
+            return []
+        (fa4,) = Distribution.discover(name=PACKAGE, path=[folder])
+        report(f"{PACKAGE} {fa4.version}")
+        for problem in unmet_requirements(fa4.requires or []):
+            report(f"it asks for {problem}")
+        try:
+            return compile_variants(variants, arch, jobs, fa4_dir=Path(folder))
+        except CodegenError as error:
+            report(str(error))
+            return []
+
+
+def unmet_requirements(requires: Sequence[str]) -> list[str]:
+    """The requirements, extras aside, that the installed packages do not meet."""
+    problems = []
+    for requirement in map(Requirement, requires):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            found = "none"
+        if found == "none" or not requirement.specifier.contains(
+            found, prereleases=True
+        ):
+            problems.append(f"{requirement}, installed is {found}")
+    return problems
