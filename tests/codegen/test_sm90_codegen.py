@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the packed mask compiles to inside FA4's SM90 kernel; no GPU needed.
+
+Bounds are over the unmasked kernel of the same variant. Counts beside them were seen
+with vLLM 0.33.0, nvidia-cutlass-dsl 4.8.0 and the ptxas inside it.
+"""
+
+import pytest
+
+from vllm_sparse_mla.codegen import CodegenError, Variant, compile_variants
+
+pytestmark = pytest.mark.codegen
+
+ARCH = "sm_90a"
+ROWS = 2  # rows of a tile that one thread of the MMA holds
+DENSE = Variant(callback="dense", lse=False)
+DENSE_256 = Variant(256, 256, callback="dense", lse=False)
+SCALAR = Variant(callback="word32_scalar", lse=False)
+VARIANTS = {
+    "dense": DENSE,
+    "dense-causal": Variant(causal=True, callback="dense", lse=False),
+    "offset": Variant(callback="offset", lse=False),
+    "offset-key-starts-causal": Variant(
+        causal=True, callback="offset", lse=False, key_starts=True
+    ),
+    "dense-256": DENSE_256,
+    "offset-256": Variant(256, 256, callback="offset", lse=False),
+    "dense-256-causal": Variant(256, 256, causal=True, callback="dense", lse=False),
+    "scalar": SCALAR,
+}
+
+
+@pytest.fixture(scope="module")
+def records():
+    found = compile_variants(list(VARIANTS.values()), arch=ARCH)
+    return dict(zip(VARIANTS, found))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_targets_sm90a_without_local_memory(records, name):
+    record = records[name]
+    assert record.target == ARCH
+    assert record.cubin_bytes > 0
+    assert record.local_opcodes == 0
+    assert record.local_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "name, loads_a_row",
+    [
+        ("dense", 1),
+        ("dense-causal", 1),
+        # 80-wide tiles start anywhere: two aligned groups cover one.
+        ("dense-256", 2),
+        ("dense-256-causal", 2),
+        # 128 keys from any bit lie in two aligned groups.
+        ("offset", 2),
+        ("offset-key-starts-causal", 2),
+        ("offset-256", 2),
+    ],
+)
+def test_words_come_in_16_byte_loads(records, name, loads_a_row):
+    record = records[name]
+    assert record.applications > 0
+    assert record.mask_loads[128] == ROWS * loads_a_row * record.applications
+    # At most the request's key start comes as a single word, once an application.
+    assert record.mask_loads.get(32, 0) <= record.applications * ("offset" in name)
+    assert set(record.mask_loads) <= {32, 128}
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-causal", "dense-256"])
+def test_adds_at_most_a_tenth_to_the_unmasked_kernel(records, name):
+    # 2497 against 2289, 3327 against 3271, 2818 against 2575.
+    record = records[name]
+    unmasked = record.instructions - record.added_instructions
+    assert record.added_instructions <= 0.10 * unmasked
+
+
+def test_the_bounds_refuse_the_scalar_form(records):
+    # 4269 instructions, one 32-bit load a key: what stock FA4 can run on SM90.
+    record = records["scalar"]
+    unmasked = record.instructions - record.added_instructions
+    assert record.added_instructions > 0.5 * unmasked
+    assert record.mask_loads.get(128, 0) == 0
+    assert record.mask_loads[32] >= 64 * record.applications
+
+
+def test_a_callback_that_fa4_would_ignore_does_not_compile():
+    variant = Variant(causal=True, callback="word32_scalar", lse=False)
+    with pytest.raises(CodegenError, match="FA4 would ignore mask_mod"):
+        compile_variants([variant], arch=ARCH)
