@@ -16,7 +16,11 @@ from vllm_sparse_mla.export_patch.diff import Change, patch_text
 from vllm_sparse_mla.guard import OVERLAID_FILES
 
 # What upstream's linter asks for, as far as it bears on text that moves.
-RUFF_OPTIONS = ("--isolated", "--config", 'lint.isort.known-first-party=["tests", "vllm"]')
+RUFF_OPTIONS = (
+    "--isolated",
+    "--config",
+    'lint.isort.known-first-party=["tests", "vllm"]',
+)
 RUFF_RULES = "E,F,UP,B,ISC,SIM,I,G"
 RUFF_IGNORED = "B905,UP007"
 

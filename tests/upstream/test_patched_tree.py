@@ -18,6 +18,7 @@ from vllm_sparse_mla.export_patch.diff import patch_text
 # What upstream's CI has and this machine may lack: a GPU, or what stands in for one.
 # It also checks at the end that the patched files are what ran.
 CONFTEST = """
+import importlib
 import sys
 from pathlib import Path
 
@@ -31,7 +32,8 @@ install_parent_module()
 def pytest_sessionfinish():
     tree = Path(__file__).parents[1]
     for name in ("sparse_mla_attention", "sparse_mla_mask"):
-        module = sys.modules[f"vllm.model_executor.layers.attention.{name}"]
+        name = f"vllm.model_executor.layers.attention.{name}"
+        module = importlib.import_module(name)
         assert Path(module.__file__).is_relative_to(tree), module
     loaded = {"vllm_sparse_mla.plugin", "vllm_sparse_mla.overlay"} & sys.modules.keys()
     assert not loaded, loaded

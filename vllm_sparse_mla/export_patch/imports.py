@@ -13,7 +13,7 @@ from vllm_sparse_mla.export_patch.source import (
     used_names,
 )
 
-FIRST_PARTY = ("flash_attn", "tests", "vllm")
+FIRST_PARTY = ("flash_attn", "tests", "vllm", "vllm_sparse_mla")
 
 
 @dataclass(frozen=True)

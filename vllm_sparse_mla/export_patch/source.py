@@ -4,6 +4,7 @@
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -145,27 +146,43 @@ def used_names(text: str) -> set[str]:
     return names
 
 
-def edit(text: str, replacements: list[tuple[ast.expr, ast.expr | None, str]]) -> str:
-    """Replace expressions in a text.
+@dataclass(frozen=True, order=True)
+class Edit:
+    """New text for a range of a file, given by ``(line, byte column)`` as ast counts.
 
-    Args:
-        text: Source.
-        replacements: ``(first, last, new)``: from the start of ``first`` to the start
-            of ``last`` (to the end of ``first`` if None). They do not overlap.
+    Attributes:
+        start: First position.
+        stop: One past the last position.
+        new: Text to put there.
     """
-    data = text.encode()
-    starts = [0]
-    for line in data.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
 
-    spans = []
-    for first, last, new in replacements:
-        begin = starts[first.lineno - 1] + first.col_offset
-        if last is None:
-            end = starts[first.end_lineno - 1] + first.end_col_offset
-        else:
-            end = starts[last.lineno - 1] + last.col_offset
-        spans.append((begin, end, new.encode()))
-    for begin, end, new in sorted(spans, reverse=True):
-        data = data[:begin] + new + data[end:]
+    start: tuple[int, int]
+    stop: tuple[int, int]
+    new: str
+
+    @classmethod
+    def of(cls, node: ast.expr, new: str) -> "Edit":
+        """Replace an expression."""
+        return cls(start(node), end(node), new)
+
+
+def start(node: ast.expr | ast.keyword) -> tuple[int, int]:
+    """Position at which an expression begins."""
+    return node.lineno, node.col_offset
+
+
+def end(node: ast.expr | ast.keyword) -> tuple[int, int]:
+    """Position at which an expression ends."""
+    return node.end_lineno, node.end_col_offset
+
+
+def apply_edits(text: str, edits: Iterable[Edit]) -> str:
+    """Apply edits that do not overlap."""
+    data = text.encode()
+    lines = [0]
+    for line in data.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    for e in sorted(edits, reverse=True):
+        first, last = (lines[row - 1] + column for row, column in (e.start, e.stop))
+        data = data[:first] + e.new.encode() + data[last:]
     return data.decode()

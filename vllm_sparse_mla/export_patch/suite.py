@@ -3,15 +3,27 @@
 """The tests as upstream would have them: its imports, its markers."""
 
 import ast
+from collections.abc import Iterator
 from dataclasses import replace
 
 from vllm_sparse_mla.export_patch.imports import Binding, ImportEditor, bindings
+from vllm_sparse_mla.export_patch.source import (
+    Edit,
+    apply_edits,
+    blank_lines_above,
+    end,
+)
 
 REFERENCE_MODULE = "tests.v1.attention.sparse_mla_reference"
 _OWN_REFERENCE = "vllm_sparse_mla.reference"
 _OWN_PACKAGE = "vllm_sparse_mla"
-# Markers that this repository's own pytest run gives a meaning to.
-_OWN_MARKERS = ("stock_fails", "interpreter")
+# Markers to which this repository's own conftest gives a meaning: what a tree that is
+# patched does not need to know, and what upstream would write instead.
+_DROPPED_MARKERS = ("interpreter", "stock_fails")
+_GPU_MARKER = "pytest.mark.gpu"
+_GPU_CONDITION = (
+    'pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")'
+)
 _WIDTH = 88
 
 
@@ -28,13 +40,19 @@ def exported_test(text: str, name: str) -> str:
     Raises:
         ValueError: If it imports any other module of this package.
     """
-    text = _without_own_markers(text)
+    text = _with_gpu_condition(_without_dropped_markers(text))
+    left = [m for m in _DROPPED_MARKERS if f"pytest.mark.{m}" in text]
+    if left:
+        raise ValueError(
+            f"{name} must use pytest.mark.{left[0]} as a decorator, as a mark of "
+            "pytest.param or alone in pytestmark"
+        )
     editor = ImportEditor(text, _WIDTH)
     for binding in bindings(text):
         if binding.target.split(".")[0] != _OWN_PACKAGE:
             continue
-        editor.remove(binding)
         editor.add(_in_upstream(binding, name))
+        editor.remove(binding)
     return editor.text
 
 
@@ -50,19 +68,55 @@ def _in_upstream(binding: Binding, name: str) -> Binding:
     )
 
 
-def _without_own_markers(text: str) -> str:
-    lines: list[str | None] = list(text.split("\n"))
+def _is_dropped(marker: ast.expr) -> bool:
+    if isinstance(marker, ast.Call):
+        marker = marker.func
+    return ast.unparse(marker) in [f"pytest.mark.{m}" for m in _DROPPED_MARKERS]
+
+
+def _is_dropped_pytestmark(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Assign) or ast.unparse(node.targets) != "pytestmark":
+        return False
+    return all(map(_is_dropped, getattr(node.value, "elts", [node.value])))
+
+
+def _without_dropped_markers(text: str) -> str:
+    lines = text.split("\n")
+    dropped: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         for decorator in getattr(node, "decorator_list", []):
-            if _marker(decorator) in _OWN_MARKERS:
-                for row in range(decorator.lineno - 1, decorator.end_lineno):
-                    lines[row] = None
-    return "\n".join(line for line in lines if line is not None)
+            if _is_dropped(decorator):
+                dropped.update(range(decorator.lineno - 1, decorator.end_lineno))
+        if _is_dropped_pytestmark(node):
+            first = node.lineno - 1
+            first -= blank_lines_above(lines, first)
+            dropped.update(range(first, node.end_lineno))
+    text = "\n".join(line for i, line in enumerate(lines) if i not in dropped)
+    return apply_edits(text, _marks_of_params(ast.parse(text)))
 
 
-def _marker(decorator: ast.expr) -> str | None:
-    if isinstance(decorator, ast.Call):
-        decorator = decorator.func
-    name = ast.unparse(decorator)
-    prefix = "pytest.mark."
-    return name.removeprefix(prefix) if name.startswith(prefix) else None
+def _marks_of_params(tree: ast.Module) -> Iterator[Edit]:
+    """Edits that take dropped markers away from ``pytest.param(..., marks=...)``."""
+    for node in ast.walk(tree):
+        if not (
+            isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.param"
+        ):
+            continue
+        for i, keyword in enumerate(node.keywords):
+            if keyword.arg == "marks" and _is_dropped(keyword.value):
+                previous = (node.args + node.keywords[:i])[-1]
+                yield Edit(end(previous), end(keyword), "")
+
+
+def _with_gpu_condition(text: str) -> str:
+    edits = [
+        Edit.of(node, _GPU_CONDITION)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == _GPU_MARKER
+    ]
+    if not edits:
+        return text
+    editor = ImportEditor(apply_edits(text, edits), _WIDTH)
+    if "torch" not in [b.bound for b in bindings(text)]:
+        editor.add(Binding(None, "torch"))
+    return editor.text

@@ -11,7 +11,7 @@ import ast
 from dataclasses import dataclass
 
 from vllm_sparse_mla.export_patch.imports import Binding, bindings
-from vllm_sparse_mla.export_patch.source import edit, keys
+from vllm_sparse_mla.export_patch.source import Edit, apply_edits, keys, start
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Rewriter(ast.NodeVisitor):
         self._class: ast.ClassDef | None = None
         self._method = ""
         self.wrapping: set[str] = set()
-        self.replacements: list[tuple[ast.expr, ast.expr | None, str]] = []
+        self.edits: list[Edit] = []
         for node in tree.body:
             if self._aliased(node) is None:
                 self.visit(node)
@@ -97,8 +97,8 @@ class _Rewriter(ast.NodeVisitor):
                 self.visit(child)
             self._class, self._method = None, ""
             # The bases go with upstream's class; rewritten only to stay valid code.
-            self.replacements += [
-                (base, None, node.name)
+            self.edits += [
+                Edit.of(base, node.name)
                 for base in node.bases
                 if self._upstream_name(base) == node.name
             ]
@@ -118,8 +118,8 @@ class _Rewriter(ast.NodeVisitor):
                 self._refuse(node, qualified)
             self.wrapping.add(qualified)
             new = f"{ast.unparse(node.args[0])}.{self._wrapped[qualified]}"
-            self.replacements.append((function, None, new))
-            self.replacements.append((node.args[0], node.args[1], ""))
+            self.edits.append(Edit.of(function, new))
+            self.edits.append(Edit(start(node.args[0]), start(node.args[1]), ""))
             for argument in [*node.args[1:], *(k.value for k in node.keywords)]:
                 self.visit(argument)
             return
@@ -137,7 +137,7 @@ class _Rewriter(ast.NodeVisitor):
                 if not skips and node.attr in known:
                     self._refuse(node, f"{self._class.name}.{node.attr}")
                 if call.args:
-                    self.replacements.append((call, None, "super()"))
+                    self.edits.append(Edit.of(call, "super()"))
                 return
         name = self._upstream_name(node)
         if name is not None:
@@ -153,7 +153,7 @@ class _Rewriter(ast.NodeVisitor):
     def _take(self, node: ast.expr, name: str) -> None:
         if name in self._own and name not in self.merged:
             self._refuse(node, name)
-        self.replacements.append((node, None, name))
+        self.edits.append(Edit.of(node, name))
 
 
 def unalias(text: str, upstream: str, wrapped: dict[str, str]) -> Unaliased:
@@ -171,7 +171,7 @@ def unalias(text: str, upstream: str, wrapped: dict[str, str]) -> Unaliased:
     """
     rewriter = _Rewriter(text, ast.parse(upstream), wrapped)
     return Unaliased(
-        text=edit(text, rewriter.replacements),
+        text=apply_edits(text, rewriter.edits),
         merged=frozenset(rewriter.merged),
         aliases=frozenset(rewriter.aliases),
         imports=tuple(
