@@ -39,6 +39,8 @@ class CallbackResult:
         applications: mask applications in the kernel's code.
         vector_loads: 128-bit global loads over the unmasked kernel.
         word_loads: 32-bit global loads over the unmasked kernel.
+        local_opcodes: local-memory instructions of the kernel, not judged: any
+            callback, stock or not, can make FA4's kernel spill a few registers.
         judged: whether the callback is this project's, and so has to hold.
         problem: what does not hold; empty if all does.
     """
@@ -50,6 +52,7 @@ class CallbackResult:
     applications: int
     vector_loads: int
     word_loads: int
+    local_opcodes: int
     judged: bool
     problem: str = ""
 
@@ -77,8 +80,6 @@ def _problem(record: CodegenRecord) -> str:
         return f"{word} 32-bit loads, at most {allowed} allowed"
     if any(count > 0 for count in loads.values()):
         return f"mask loads of other widths: {loads}"
-    if record.local_opcodes:
-        return f"{record.local_opcodes} accesses to local memory"
     return ""
 
 
@@ -94,6 +95,7 @@ def judge_record(record: CodegenRecord) -> CallbackResult:
         applications=record.applications,
         vector_loads=loads.get(128, 0),
         word_loads=loads.get(32, 0),
+        local_opcodes=record.local_opcodes,
         judged=judged,
         problem=_problem(record) if judged else "",
     )

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import sparse_mla_attention as layer_module
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
 )
-
 from vllm_sparse_mla import reference
 from vllm_sparse_mla.check.stand_ins import attention_calls
 from vllm_sparse_mla.check.steps import EngineStep, ScheduledRun
@@ -239,9 +239,7 @@ class PrefillCheck:
         prefill = step.metadata.prefill
         if prefill.chunked_context is None:
             return [NO_CONTEXT]
-        smaller = replace(
-            prefill, topk_mask_workspace=self._workspace(step, PER_RANGE)
-        )
+        smaller = replace(prefill, topk_mask_workspace=self._workspace(step, PER_RANGE))
         # Short contexts may need no more words whole than in ranges.
         reachable = self.impl.masked_mha_workspace_fits(smaller)
         return [WHOLE_SEQUENCE, PER_RANGE] if reachable else [WHOLE_SEQUENCE]

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -45,7 +46,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-
 from vllm_sparse_mla.serving.tiny_model import ModelSpec, make_config
 
 LAYER_NAME = "model.layers.0.self_attn.attn"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The check's results as tables, on a terminal and in a pipe."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+# These import vLLM, which the process has to be prepared for first.
+if TYPE_CHECKING:
+    from vllm_sparse_mla.check.codegen_report import CallbackResult
+    from vllm_sparse_mla.check.environment import EnvironmentReport, OverlayState
+    from vllm_sparse_mla.check.prefill import StepResult
+
+# Wide enough for every table; a pipe has no width of its own.
+_PIPE_WIDTH = 132
+
+
+def make_console(stderr: bool = False) -> Console:
+    """A console that colours and redraws on a terminal only."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _PIPE_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False)
+
+
+def _table(console: Console, title: str, *columns: str) -> Table:
+    style = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
+    table = Table(title=title, title_justify="left", box=style)
+    for name in columns:
+        # Names on the left, numbers on the right.
+        justify = "left" if name[0].isupper() else "right"
+        table.add_column(name.lower(), justify=justify)
+    return table
+
+
+def verdict(ok: bool, problem: str = "") -> str:
+    """Say that something holds, or that it failed and why."""
+    if ok:
+        return "[green]ok[/green]"
+    return "[red]FAILED[/red]" + (f": {problem}" if problem else "")
+
+
+def _overlay_line(state: "OverlayState") -> str:
+    if state.active:
+        return f"active ({len(state.files)} files) {verdict(True)}"
+    return verdict(False, state.error or f"not active, layer is {state.layer_file}")
+
+
+def print_environment(console: Console, report: "EnvironmentReport") -> None:
+    """Print versions, device and the state of the overlay."""
+    versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
+    console.print(f"Versions: {versions}", markup=False)
+    console.print(f"Device: {report.device}", markup=False)
+    console.print(f"Overlay here: {_overlay_line(report.here)}")
+    console.print(f"Overlay in a new process: {_overlay_line(report.new_process)}")
+
+
+def print_steps(console: Console, title: str, results: "Sequence[StepResult]") -> None:
+    """Print the comparison of each step's prefill with the oracle."""
+    table = _table(
+        console,
+        title,
+        "step",
+        "Contexts",
+        "Query lengths",
+        "Mask path",
+        "largest error",
+        "error budget",
+        "error / budget",
+        "Verdict",
+    )
+    for result in results:
+        table.add_row(
+            str(result.step),
+            ", ".join(map(str, result.context_lens)),
+            ", ".join(map(str, result.query_lens)),
+            result.mask_path,
+            f"{result.largest_error:.2e}",
+            f"{result.budget:.2e}",
+            f"{result.error_over_budget:.2f}",
+            verdict(result.ok, result.problem),
+        )
+    console.print(table)
+
+
+def print_callbacks(console: Console, results: "Sequence[CallbackResult]") -> None:
+    """Print the mask's loads in each compiled kernel."""
+    table = _table(
+        console,
+        f"FA4 forward, 192/128, cross-compiled for {results[0].target}: loads that the "
+        "mask adds",
+        "Callback",
+        "Causal",
+        "instructions",
+        "mask applications",
+        "128-bit loads",
+        "32-bit loads",
+        "local memory",
+        "Verdict",
+    )
+    for result in results:
+        table.add_row(
+            result.callback,
+            "yes" if result.causal else "no",
+            str(result.instructions),
+            str(result.applications),
+            str(result.vector_loads),
+            str(result.word_loads),
+            str(result.local_opcodes),
+            verdict(result.ok, result.problem) if result.judged else "to compare",
+        )
+    console.print(table)
