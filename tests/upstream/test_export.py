@@ -42,7 +42,8 @@ def test_export_is_deterministic(options, tmp_path):
 def test_every_overlay_file_is_in_one_patch(vllm_changes, fa4_changes):
     changed = [c.path for c in vllm_changes if not c.path.startswith("tests/")]
     changed += [f"vllm/vllm_{c.path}" for c in fa4_changes]
-    assert sorted(changed) == sorted(file.path for file in OVERLAID_FILES)
+    overlaid = [file.path for file in OVERLAID_FILES]
+    assert sorted(changed) == sorted([*overlaid, "vllm/envs.py"])
 
 
 def test_tests_and_their_reference_are_in_the_patch(vllm_changes):
@@ -73,7 +74,7 @@ def test_no_added_line_speaks_of_the_overlay(vllm_changes, fa4_changes):
         line
         for line in patch.splitlines()
         if line.startswith("+")
-        and re.search(r"_upstream_|overla(y|id)|vllm_sparse_mla", line)
+        and re.search(r"_upstream_|overla(y|id)|the plugin|vllm_sparse_mla", line)
     ]
     assert found == []
 

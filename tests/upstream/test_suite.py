@@ -16,10 +16,14 @@ from vllm_sparse_mla.reference import unpack_topk_mask
 
 pytestmark = [pytest.mark.interpreter]
 
+LIMIT = 1
+
+REASON = "a reason"
+
 
 @pytest.mark.gpu
 @pytest.mark.stock_fails(
-    "a reason"
+    REASON
 )
 @pytest.mark.parametrize("n", [1, pytest.param(2, id="2", marks=pytest.mark.stock_fails("b"))])
 def test_a(n):
@@ -34,6 +38,8 @@ import torch
 
 from tests.v1.attention.sparse_mla_reference import unpack_topk_mask
 from vllm.platforms import current_platform
+
+LIMIT = 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

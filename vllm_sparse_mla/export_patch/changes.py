@@ -9,6 +9,8 @@ from pathlib import Path
 from vllm_sparse_mla.export_patch.diff import Change
 from vllm_sparse_mla.export_patch.splice import Rules, splice
 from vllm_sparse_mla.export_patch.suite import REFERENCE_MODULE, exported_test
+from vllm_sparse_mla.export_patch.switch import PATH as SWITCH_PATH
+from vllm_sparse_mla.export_patch.switch import declare_switch
 from vllm_sparse_mla.guard import OVERLAID_FILES, VLLM_VERSION, OverlaidFile
 from vllm_sparse_mla.overlay import overlay_root
 
@@ -94,6 +96,7 @@ def collect_vllm_changes(root: Path, tests: Path | None) -> list[Change]:
         for file in OVERLAID_FILES
         if not _is_fa4(file)
     ]
+    changes.append(declare_switch((root / SWITCH_PATH).read_text()))
     if tests is None:
         return changes
     reference = Path(__file__).resolve().parents[1] / "reference.py"

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from vllm_sparse_mla.export_patch.source import (
-    blank_lines_above,
+    drop_lines,
     is_docstring,
     is_type_checking,
     used_names,
@@ -159,11 +159,8 @@ class ImportEditor:
         return None
 
     def _drop(self, node: ast.stmt) -> None:
-        lines = self.text.split("\n")
-        start, stop = node.lineno - 1, node.end_lineno
-        above = blank_lines_above(lines, start)
-        below_is_blank = stop < len(lines) and not lines[stop].strip()
-        self._replace(start - above if above and below_is_blank else start, stop, [])
+        lines = drop_lines(self.text.split("\n"), node.lineno - 1, node.end_lineno)
+        self.text = "\n".join(lines)
 
     def add(self, binding: Binding) -> None:
         """Add one binding, to a statement of the same module if there is one."""

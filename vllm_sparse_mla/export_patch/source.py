@@ -128,13 +128,21 @@ def unnamed(body: list[ast.stmt]) -> list[ast.stmt]:
     ]
 
 
+def drop_lines(lines: list[str], start: int, stop: int) -> list[str]:
+    """Lines without a range, and without the second of two gaps that then meet."""
+    above = blank_lines_above(lines, start)
+    if above and stop < len(lines) and not lines[stop].strip():
+        start -= above
+    return lines[:start] + lines[stop:]
+
+
 def used_names(text: str) -> set[str]:
     """Every name that the code of a file reads, quoted annotations included."""
     names: set[str] = set()
     pending: list[ast.AST] = [ast.parse(text)]
     while pending:
         for node in ast.walk(pending.pop()):
-            if isinstance(node, ast.Name):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 names.add(node.id)
             annotation = getattr(node, "annotation", None) or getattr(
                 node, "returns", None

@@ -11,7 +11,9 @@ from vllm_sparse_mla.export_patch.source import (
     Edit,
     apply_edits,
     blank_lines_above,
+    drop_lines,
     end,
+    used_names,
 )
 
 REFERENCE_MODULE = "tests.v1.attention.sparse_mla_reference"
@@ -40,7 +42,9 @@ def exported_test(text: str, name: str) -> str:
     Raises:
         ValueError: If it imports any other module of this package.
     """
+    used = used_names(text)
     text = _with_gpu_condition(_without_dropped_markers(text))
+    text = _without_unused_constants(text, used)
     left = [m for m in _DROPPED_MARKERS if f"pytest.mark.{m}" in text]
     if left:
         raise ValueError(
@@ -106,6 +110,17 @@ def _marks_of_params(tree: ast.Module) -> Iterator[Edit]:
             if keyword.arg == "marks" and _is_dropped(keyword.value):
                 previous = (node.args + node.keywords[:i])[-1]
                 yield Edit(end(previous), end(keyword), "")
+
+
+def _without_unused_constants(text: str, used_before: set[str]) -> str:
+    """Drop constants that only dropped markers have used."""
+    unused = used_before - used_names(text)
+    lines = text.split("\n")
+    # From the bottom up, so that line numbers above stay true.
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) in unused:
+            lines = drop_lines(lines, node.lineno - 1, node.end_lineno)
+    return "\n".join(lines)
 
 
 def _with_gpu_condition(text: str) -> str:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The Hopper opt-in among vLLM's own environment variables.
+
+The plugin adds the variable at run time; upstream declares its variables in one file.
+"""
+
+import ast
+
+from vllm_sparse_mla.export_patch.diff import Change
+from vllm_sparse_mla.export_patch.source import is_type_checking
+from vllm_sparse_mla.export_patch.splice import Definition
+
+PATH = "vllm/envs.py"
+_NAME = "VLLM_SPARSE_MLA_SM90"
+_DECLARATION = [f"    {_NAME}: bool = False"]
+_ENTRY = [
+    "    # If set, sparse MLA prefills on Hopper (SM90) may take masked MHA. Needs the",
+    "    # packed-mask branch in FA4's SM90 kernel.",
+    f'    "{_NAME}": lambda: (',
+    f'        os.getenv("{_NAME}", "0").strip().lower() in ("true", "1")',
+    "    ),",
+]
+
+
+def declare_switch(before: str) -> Change:
+    """Add the variable to ``vllm/envs.py``.
+
+    Args:
+        before: Upstream's text.
+
+    Raises:
+        ValueError: If the text has no table of variables.
+    """
+    lines = before.split("\n")
+    declared: ast.stmt | None = None
+    last_entry: ast.expr | None = None
+    for node in ast.parse(before).body:
+        if is_type_checking(node):
+            declared = [n for n in node.body if isinstance(n, ast.AnnAssign)][-1]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            last_entry = node.value.values[-1]
+    if declared is None or last_entry is None:
+        raise ValueError(f"{PATH} must have a table of variables, and has none")
+    lines[last_entry.end_lineno : last_entry.end_lineno] = _ENTRY
+    lines[declared.end_lineno : declared.end_lineno] = _DECLARATION
+    return Change(PATH, before, "\n".join(lines), (Definition(_NAME, "new"),))
