@@ -27,7 +27,7 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32
 
-from vllm.model_executor.warmup.jit_warmup import kernel_launcher
+from vllm.model_executor.warmup.jit_warmup import kernel_launcher, zip_inputs
 from vllm.model_executor.warmup.jit_warmup_cutedsl_helper import (
     CuTeDSLLaunchSpec,
     VllmCuTeDSLJitKernel,
@@ -137,6 +137,7 @@ class _TopkMaskProgram:
         key_starts: cute.Tensor | None,
         range_starts: cute.Tensor | None,
         range_lens: cute.Tensor | None,
+        has_range_lens: Int32,
         max_q_len: Int32,
         max_seq_len: Int32,
         row_blocks: Int32,
@@ -151,6 +152,7 @@ class _TopkMaskProgram:
             key_starts,
             range_starts,
             range_lens,
+            has_range_lens,
             max_q_len,
             max_seq_len,
         ).launch(
@@ -270,6 +272,7 @@ class _TopkMaskProgram:
         key_starts: cute.Tensor | None,
         range_starts: cute.Tensor | None,
         range_lens: cute.Tensor | None,
+        has_range_lens: Int32,
         max_q_len: Int32,
         max_seq_len: Int32,
     ):
@@ -304,7 +307,8 @@ class _TopkMaskProgram:
         range_start = Int32(0)
         if cutlass.const_expr(self.has_ranges):
             range_start = Int32(range_starts[request])
-            num_keys = cutlass.min(num_keys, Int32(range_lens[request]))
+            if has_range_lens != 0:
+                num_keys = cutlass.min(num_keys, Int32(range_lens[request]))
         left = cutlass.min(
             Int64(num_keys) - Int64(first_word) * 32, Int64(piece_words) * 32
         )
@@ -411,15 +415,22 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
         return self.CompileKey(**compile_key_fields)
 
     def get_warmup_keys(self, vllm_config: Any) -> list[CompileKey]:
-        """Every key that the layer can ask for: 4, or none without a top-k."""
+        """Every key that the layer asks for, none without a top-k.
+
+        It builds whole-sequence masks, with key starts if chunks of a context follow,
+        or a mask for each of several ranges.
+        """
         topk = getattr(vllm_config.model_config.hf_text_config, "index_topk", None)
         if not topk:
             return []
         # The layer passes rows of the contiguous top-k buffer.
         return self._trace_dispatch(self.dispatch)(
+            zip_inputs(
+                dict(has_ranges=False, has_key_starts=False),
+                dict(has_ranges=False, has_key_starts=True),
+                dict(has_ranges=True, has_key_starts=False),
+            ),
             vectorized=topk % VECTOR_WORDS == 0,
-            has_ranges=(False, True),
-            has_key_starts=(False, True),
         )
 
     def warmup_inputs(self, compile_key: CompileKey) -> tuple[Any, ...]:
@@ -445,7 +456,7 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
             vector() if compile_key.has_key_starts else None,
             vector() if compile_key.has_ranges else None,
             vector() if compile_key.has_ranges else None,
-            *(Int32(1) for _ in range(5)),
+            *(Int32(1) for _ in range(6)),
         )
 
     @kernel_launcher
@@ -478,7 +489,9 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
             out,
             key_starts,
             range_starts,
-            range_lens,
+            # Never read where there are none; another key would compile again.
+            range_starts if range_lens is None else range_lens,
+            int(range_lens is not None),
             max_q_len,
             max_seq_len,
             *grid,
@@ -511,7 +524,7 @@ def build_topk_mask_cutedsl(
             bytes, W a multiple of 4.
         key_starts: ``[B]`` int32, written to ``out[b, 0, W - 1]``.
         range_starts: ``[B]`` int32, first key of each request's range.
-        range_lens: ``[B]`` int32, keys of each request's range.
+        range_lens: ``[B]`` int32, keys of each request's range; unbounded if None.
 
     Raises:
         ValueError: more than 65535 requests, or pieces of a row.
