@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LOAD_WIDTH = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
-_PTX_LOAD = re.compile(r"\bld(?:\.\w+)*?\.global((?:[.:]\w+)*)")
+_PTX_LOAD = re.compile(r"\bld(?:\.\w+)*?\.global([.:\w]*)")
 
 
 class DisassemblerMissing(RuntimeError):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,10 +48,23 @@ def check_latest_fa4(
         for problem in unmet_requirements(fa4.requires or []):
             report(f"it asks for {problem}")
         try:
-            return compile_variants(variants, arch, jobs, fa4_dir=Path(folder))
+            records = compile_variants(variants, arch, jobs, fa4_dir=Path(folder))
         except CodegenError as error:
             report(str(error))
             return []
+    for variant in ignored_causal(records):
+        report(f"causal changes nothing in {variant.label}: this FA4 ignores it there")
+    return records
+
+
+def ignored_causal(records: Sequence[CodegenRecord]) -> list[Variant]:
+    """Causal variants whose code is that of the same variant without causal."""
+    opcodes = {record.variant: record.opcodes for record in records}
+    return [
+        variant
+        for variant, found in opcodes.items()
+        if variant.causal and opcodes.get(replace(variant, causal=False)) == found
+    ]
 
 
 def unmet_requirements(requires: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ class Variant:
         callback: a key of ``CALLBACKS``, or ``FILE.py:FUNCTION`` with an
             absolute path.
         key_starts: give the callback a second aux tensor, int32 [batch].
+        sliced: give the mask as a slice, by request, of a larger one.
         arch: target such as ``sm_100a``; None means the target that is given to
             ``compile_variants``.
         alone: not FA4 but a kernel that only calls the callback, once per row and
@@ -49,6 +50,7 @@ class Variant:
     batch: int = 1
     callback: str = "none"
     key_starts: bool = False
+    sliced: bool = False
     arch: str | None = None
     alone: bool = False
 
@@ -86,12 +88,12 @@ class Variant:
     def callback_label(self) -> str:
         """The callback as tables show it."""
         name = self.callback.rsplit("/", 1)[-1]
-        return name + "+key_starts" * self.key_starts
+        return name + "+key_starts" * self.key_starts + "+sliced" * self.sliced
 
     @property
     def unmasked(self) -> "Variant":
         """The same kernel without a callback."""
-        return replace(self, callback="none", key_starts=False)
+        return replace(self, callback="none", key_starts=False, sliced=False)
 
 
 def check_arch(arch: str) -> str:

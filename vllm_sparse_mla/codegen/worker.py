@@ -181,7 +181,10 @@ def _trace_attention(variant: Variant, mask_mod: Callable | None) -> None:
         v = tensor(NUM_KEYS, NUM_HEADS, variant.head_dim_v, dtype=bf16)
         aux = {}
         if mask_mod is not None:
-            aux_tensors = [tensor(variant.batch, NUM_QUERIES, NUM_KEYS // 32)]
+            # A slice is a new object, so marks on the tensor would be lost with it.
+            skipped = 2 if variant.sliced else 0
+            mask = tensor(variant.batch + 2 * skipped, NUM_QUERIES, NUM_KEYS // 32)
+            aux_tensors = [mask[skipped : skipped + variant.batch]]
             leading_dims = [2]
             if variant.key_starts:
                 aux_tensors.append(tensor(variant.batch))
