@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,9 +125,12 @@ def _run(
     progress("importing vLLM")
     from vllm_sparse_mla.check import environment
 
-    has_gpu = environment.prepare_process()
-    progress("looking at the overlay, here and in a new process")
-    env = environment.report_environment()
+    with ThreadPoolExecutor() as pool:
+        # Both import vLLM, which takes seconds.
+        new_process = pool.submit(environment.new_process_overlay_state)
+        has_gpu = environment.prepare_process()
+        progress("looking at the overlay, here and in a new process")
+        env = environment.report_environment(new_process.result())
     fa4 = environment.uses_fa4()
     stand_ins = [] if fa4 else ["FA4 call"]
     if not has_gpu:
@@ -202,13 +206,13 @@ def _print(console: Console, report: Report) -> None:
 def _parse_prompts(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise typer.BadParameter(
             f"must be token counts such as 300,800,517, got {text!r}",
             param_hint="--prompts",
-        ) from None
+        )
+    return tuple(map(int, parts))
 
 
 def command(
@@ -240,13 +244,8 @@ def command(
     the top-k keys and never sees a mask. Ends with code 0 only if everything holds.
     """
     parsed = _parse_prompts(prompts)
-    try:
-        with _progress() as progress:
-            report = _run(parsed, budget, heads, topk, skip_codegen, progress)
-    except ValueError as error:
-        if parsed is None:
-            raise
-        raise typer.BadParameter(str(error)) from None
+    with _progress() as progress:
+        report = _run(parsed, budget, heads, topk, skip_codegen, progress)
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
     else:

@@ -172,11 +172,8 @@ class EnvironmentReport:
         }
 
 
-def report_environment() -> EnvironmentReport:
-    """Gather the report; takes as long as importing vLLM once more."""
+def report_environment(new_process: OverlayState) -> EnvironmentReport:
+    """Gather the report; `new_process` comes from `new_process_overlay_state`."""
     return EnvironmentReport(
-        package_versions(),
-        device_description(),
-        overlay_state(),
-        new_process_overlay_state(),
+        package_versions(), device_description(), overlay_state(), new_process
     )
