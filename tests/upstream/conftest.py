@@ -14,9 +14,9 @@ from vllm_sparse_mla.export_patch.changes import (
     collect_fa4_changes,
     collect_vllm_changes,
     installed_vllm_root,
-    tests_root,
 )
 from vllm_sparse_mla.export_patch.diff import Change
+from vllm_sparse_mla.export_patch.suite import Suite, collect_suite, tests_root
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +26,15 @@ def upstream_root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_changes(upstream_root: Path) -> list[Change]:
+def suite() -> Suite:
+    """The tests that travel with the patch."""
+    return collect_suite(tests_root())
+
+
+@pytest.fixture(scope="session")
+def vllm_changes(upstream_root: Path, suite: Suite) -> list[Change]:
     """Changes of vLLM's own files."""
-    return collect_vllm_changes(upstream_root, tests_root())
+    return collect_vllm_changes(upstream_root, suite)
 
 
 @pytest.fixture(scope="session")

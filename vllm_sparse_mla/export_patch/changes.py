@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_sparse_mla.export_patch.diff import Change
 from vllm_sparse_mla.export_patch.splice import Rules, splice
-from vllm_sparse_mla.export_patch.suite import REFERENCE_MODULE, exported_test
+from vllm_sparse_mla.export_patch.suite import Suite
 from vllm_sparse_mla.export_patch.switch import PATH as SWITCH_PATH
 from vllm_sparse_mla.export_patch.switch import declare_switch
 from vllm_sparse_mla.guard import OVERLAID_FILES, VLLM_VERSION, OverlaidFile
@@ -43,12 +43,6 @@ def installed_vllm_root() -> Path:
     return Path(spec.origin).parent.parent
 
 
-def tests_root() -> Path | None:
-    """Folder of the checkout's tests; None for an installed wheel."""
-    root = Path(__file__).resolve().parents[2]
-    return root / "tests" if (root / "tests/v1/attention").is_dir() else None
-
-
 def _is_fa4(file: OverlaidFile) -> bool:
     return file.module.startswith(f"{_FA4_PACKAGES[0]}.")
 
@@ -81,12 +75,12 @@ def _overlay_change(root: Path, file: OverlaidFile, rules: Rules) -> Change:
     return Change(file.path, before, spliced.text, spliced.definitions, warning)
 
 
-def collect_vllm_changes(root: Path, tests: Path | None) -> list[Change]:
+def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
     """Changes of vLLM's own files, FlashAttention's excepted.
 
     Args:
         root: Folder that holds upstream's ``vllm/``, and ``tests/`` in a source tree.
-        tests: Folder of the tests to export; None for none.
+        suite: Tests to add; None for none.
 
     Raises:
         ValueError: If upstream lacks a file or has no place for a definition.
@@ -97,14 +91,7 @@ def collect_vllm_changes(root: Path, tests: Path | None) -> list[Change]:
         if not _is_fa4(file)
     ]
     changes.append(declare_switch((root / SWITCH_PATH).read_text()))
-    if tests is None:
-        return changes
-    reference = Path(__file__).resolve().parents[1] / "reference.py"
-    exported = {f"{REFERENCE_MODULE.replace('.', '/')}.py": reference.read_text()}
-    for path in sorted((tests / "v1/attention").rglob("*.py")):
-        name = f"tests/{path.relative_to(tests).as_posix()}"
-        exported[name] = exported_test(path.read_text(), name)
-    for name, text in exported.items():
+    for name, text in (suite.files if suite else {}).items():
         if not (root / name).is_file():
             changes.append(Change(name, None, text))
             continue

@@ -11,9 +11,9 @@ from vllm_sparse_mla.export_patch.changes import (
     collect_fa4_changes,
     collect_vllm_changes,
     installed_vllm_root,
-    tests_root,
 )
 from vllm_sparse_mla.export_patch.diff import patch_text
+from vllm_sparse_mla.export_patch.suite import collect_suite, tests_root
 
 
 def command(
@@ -37,12 +37,13 @@ def command(
     Each definition of the overlay stands in it where upstream's file has its namesake;
     new files and the tests are at upstream's paths.
     """
+    tests = None if fa4 else tests_root()
     try:
         root = upstream if upstream is not None else installed_vllm_root()
-        if fa4:
-            changes = collect_fa4_changes(root)
-        else:
-            changes = collect_vllm_changes(root, tests_root())
+        suite = collect_suite(tests) if tests else None
+        changes = (
+            collect_fa4_changes(root) if fa4 else collect_vllm_changes(root, suite)
+        )
     except ValueError as error:
         typer.echo(f"export-patch: {error}", err=True)
         raise typer.Exit(1) from error
@@ -51,11 +52,13 @@ def command(
         typer.echo(text, nl=False)
     else:
         output.write_text(text)
-    for change in changes:
-        if change.warning:
-            typer.echo(f"warning: {change.warning}", err=True)
-    if not fa4 and tests_root() is None:
-        typer.echo("warning: no tests in the patch: this is no checkout", err=True)
+    warnings = [change.warning for change in changes if change.warning]
+    if not fa4 and suite is None:
+        warnings.append("no tests in the patch: they are in a checkout only")
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    for name in suite.left_out if suite else ():
+        typer.echo(f"left out, being about the plugin: {name}", err=True)
     new = sum(change.before is None for change in changes)
     definitions = sum(len(change.definitions) for change in changes)
     typer.echo(

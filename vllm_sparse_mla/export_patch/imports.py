@@ -264,6 +264,12 @@ def merge_imports(text: str, wanted: list[Binding], before: str, width: int) -> 
                 editor.remove(old)
             editor.add(binding)
             present[binding.bound] = binding
+    return drop_unused_imports(editor.text, before, width)
+
+
+def drop_unused_imports(text: str, before: str, width: int) -> str:
+    """Drop the imports that ``before`` used and ``text`` does not."""
+    editor = ImportEditor(text, width)
     used_before = used_names(before)
     for binding in sorted(bindings(before), key=lambda b: not b.guarded):
         # Read anew each time: TYPE_CHECKING goes with the last guarded import.

@@ -1,137 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The tests as upstream would have them: its imports, its markers."""
+"""The suite that travels with the patch: ``tests/v1/attention`` and its reference."""
 
-import ast
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
+from pathlib import Path
 
-from vllm_sparse_mla.export_patch.imports import Binding, ImportEditor, bindings
-from vllm_sparse_mla.export_patch.source import (
-    Edit,
-    apply_edits,
-    blank_lines_above,
-    drop_lines,
-    end,
-    used_names,
-)
+from vllm_sparse_mla.export_patch.port import REFERENCE_MODULE, port_test
 
-REFERENCE_MODULE = "tests.v1.attention.sparse_mla_reference"
-_OWN_REFERENCE = "vllm_sparse_mla.reference"
-_OWN_PACKAGE = "vllm_sparse_mla"
-# Markers to which this repository's own conftest gives a meaning: what a tree that is
-# patched does not need to know, and what upstream would write instead.
-_DROPPED_MARKERS = ("interpreter", "stock_fails")
-_GPU_MARKER = "pytest.mark.gpu"
-_GPU_CONDITION = (
-    'pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")'
-)
-_WIDTH = 88
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def exported_test(text: str, name: str) -> str:
-    """Rewrite a test file for upstream's repository.
+@dataclass(frozen=True)
+class Suite:
+    """Tests at upstream's paths.
 
-    The reference module is imported from its place among upstream's tests, and
-    decorators with markers that only this repository knows are left out.
+    Attributes:
+        files: Text of each file, by path.
+        left_out: Files and ``file::function`` that are about this package.
+    """
+
+    files: dict[str, str]
+    left_out: tuple[str, ...]
+
+
+def tests_root() -> Path | None:
+    """Folder of the checkout's tests; None for an installed wheel."""
+    root = _PACKAGE.parent / "tests"
+    return root if (root / "v1/attention").is_dir() else None
+
+
+def collect_suite(tests: Path) -> Suite:
+    """Rewrite the tests of ``tests/v1/attention`` for upstream's repository.
 
     Args:
-        text: The test file.
-        name: What to call it in an error.
+        tests: Folder that holds ``v1/attention``.
 
     Raises:
-        ValueError: If it imports any other module of this package.
+        ValueError: If a test file cannot be rewritten.
     """
-    used = used_names(text)
-    text = _with_gpu_condition(_without_dropped_markers(text))
-    text = _without_unused_constants(text, used)
-    left = [m for m in _DROPPED_MARKERS if f"pytest.mark.{m}" in text]
-    if left:
-        raise ValueError(
-            f"{name} must use pytest.mark.{left[0]} as a decorator, as a mark of "
-            "pytest.param or alone in pytestmark"
-        )
-    editor = ImportEditor(text, _WIDTH)
-    for binding in bindings(text):
-        if binding.target.split(".")[0] != _OWN_PACKAGE:
-            continue
-        editor.add(_in_upstream(binding, name))
-        editor.remove(binding)
-    return editor.text
-
-
-def _in_upstream(binding: Binding, name: str) -> Binding:
-    if binding.module == _OWN_REFERENCE:
-        return replace(binding, module=REFERENCE_MODULE)
-    if binding.target == _OWN_REFERENCE:
-        package, _, module = REFERENCE_MODULE.rpartition(".")
-        return Binding(package, module, binding.bound, binding.guarded)
-    raise ValueError(
-        f"{name} must import nothing of {_OWN_PACKAGE} but its reference module, and "
-        f"imports {binding.target}"
-    )
-
-
-def _is_dropped(marker: ast.expr) -> bool:
-    if isinstance(marker, ast.Call):
-        marker = marker.func
-    return ast.unparse(marker) in [f"pytest.mark.{m}" for m in _DROPPED_MARKERS]
-
-
-def _is_dropped_pytestmark(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Assign) or ast.unparse(node.targets) != "pytestmark":
-        return False
-    return all(map(_is_dropped, getattr(node.value, "elts", [node.value])))
-
-
-def _without_dropped_markers(text: str) -> str:
-    lines = text.split("\n")
-    dropped: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        for decorator in getattr(node, "decorator_list", []):
-            if _is_dropped(decorator):
-                dropped.update(range(decorator.lineno - 1, decorator.end_lineno))
-        if _is_dropped_pytestmark(node):
-            first = node.lineno - 1
-            first -= blank_lines_above(lines, first)
-            dropped.update(range(first, node.end_lineno))
-    text = "\n".join(line for i, line in enumerate(lines) if i not in dropped)
-    return apply_edits(text, _marks_of_params(ast.parse(text)))
-
-
-def _marks_of_params(tree: ast.Module) -> Iterator[Edit]:
-    """Edits that take dropped markers away from ``pytest.param(..., marks=...)``."""
-    for node in ast.walk(tree):
-        if not (
-            isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.param"
-        ):
-            continue
-        for i, keyword in enumerate(node.keywords):
-            if keyword.arg == "marks" and _is_dropped(keyword.value):
-                previous = (node.args + node.keywords[:i])[-1]
-                yield Edit(end(previous), end(keyword), "")
-
-
-def _without_unused_constants(text: str, used_before: set[str]) -> str:
-    """Drop constants that only dropped markers have used."""
-    unused = used_before - used_names(text)
-    lines = text.split("\n")
-    # From the bottom up, so that line numbers above stay true.
-    for node in reversed(ast.parse(text).body):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets) in unused:
-            lines = drop_lines(lines, node.lineno - 1, node.end_lineno)
-    return "\n".join(lines)
-
-
-def _with_gpu_condition(text: str) -> str:
-    edits = [
-        Edit.of(node, _GPU_CONDITION)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == _GPU_MARKER
-    ]
-    if not edits:
-        return text
-    editor = ImportEditor(apply_edits(text, edits), _WIDTH)
-    if "torch" not in [b.bound for b in bindings(text)]:
-        editor.add(Binding(None, "torch"))
-    return editor.text
+    reference = f"{REFERENCE_MODULE.replace('.', '/')}.py"
+    files = {reference: (_PACKAGE / "reference.py").read_text()}
+    left_out = []
+    for path in sorted((tests / "v1/attention").rglob("*.py")):
+        name = f"tests/{path.relative_to(tests).as_posix()}"
+        test = port_test(path.read_text(), name)
+        left_out += [f"{name}::{function}" for function in test.left_out]
+        if test.text is None:
+            left_out.append(name)
+        else:
+            files[name] = test.text
+    return Suite(files, tuple(left_out))

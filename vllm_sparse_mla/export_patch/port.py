@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A test file as upstream would have it: its imports, its markers."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from vllm_sparse_mla.export_patch.imports import (
+    Binding,
+    ImportEditor,
+    bindings,
+    drop_unused_imports,
+)
+from vllm_sparse_mla.export_patch.source import (
+    Edit,
+    apply_edits,
+    blank_lines_above,
+    drop_lines,
+    end,
+    first_line,
+    used_names,
+)
+
+REFERENCE_MODULE = "tests.v1.attention.sparse_mla_reference"
+_OWN_REFERENCE = "vllm_sparse_mla.reference"
+_OWN_PACKAGE = "vllm_sparse_mla"
+# Markers to which this repository's own conftest gives a meaning: what a tree that is
+# patched does not need to know, and what upstream would write instead.
+_DROPPED_MARKERS = ("interpreter", "stock_fails")
+_GPU_MARKER = "pytest.mark.gpu"
+_GPU_CONDITION = (
+    'pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")'
+)
+_WIDTH = 88
+
+
+@dataclass(frozen=True)
+class PortedTest:
+    """A test file as upstream would have it.
+
+    Attributes:
+        text: The file; None if all of it is about this package.
+        left_out: Names of test functions that are about this package.
+    """
+
+    text: str | None
+    left_out: tuple[str, ...] = ()
+
+
+def port_test(text: str, name: str) -> PortedTest:
+    """Rewrite a test file for upstream's repository.
+
+    The reference module is imported from its place among upstream's tests. Markers that
+    only this repository knows are left out, and so is what exists for the plugin: a
+    file that imports another module of this package, a function that names it.
+
+    Args:
+        text: The test file.
+        name: What to call it in an error.
+
+    Raises:
+        ValueError: If a marker stands where it cannot be taken away.
+    """
+    own = [b for b in bindings(text) if b.target.split(".")[0] == _OWN_PACKAGE]
+    if any(not _is_reference(binding) for binding in own):
+        return PortedTest(None)
+    before = text
+    text = _with_gpu_condition(_without_dropped_markers(text))
+    left = [m for m in _DROPPED_MARKERS if f"pytest.mark.{m}" in text]
+    if left:
+        raise ValueError(
+            f"{name} must use pytest.mark.{left[0]} as a decorator, as a mark of "
+            "pytest.param or alone in pytestmark"
+        )
+    editor = ImportEditor(text, _WIDTH)
+    for binding in own:
+        editor.add(_in_upstream(binding))
+        editor.remove(binding)
+    text, left_out = _without_own_functions(editor.text)
+    text = _without_unused_constants(text, used_names(before))
+    return PortedTest(drop_unused_imports(text, editor.text, _WIDTH), left_out)
+
+
+def _is_reference(binding: Binding) -> bool:
+    return _OWN_REFERENCE in (binding.module, binding.target)
+
+
+def _in_upstream(binding: Binding) -> Binding:
+    if binding.module == _OWN_REFERENCE:
+        return replace(binding, module=REFERENCE_MODULE)
+    package, _, module = REFERENCE_MODULE.rpartition(".")
+    return Binding(package, module, binding.bound, binding.guarded)
+
+
+def _without_own_functions(text: str) -> tuple[str, tuple[str, ...]]:
+    lines = text.split("\n")
+    names = []
+    # From the bottom up, so that line numbers above stay true.
+    for node in reversed(ast.parse(text).body):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        start = first_line(lines, node)
+        if any(_OWN_PACKAGE in line for line in lines[start : node.end_lineno]):
+            lines = drop_lines(lines, start, node.end_lineno)
+            names.append(node.name)
+    return "\n".join(lines), tuple(reversed(names))
+
+
+def _is_dropped(marker: ast.expr) -> bool:
+    if isinstance(marker, ast.Call):
+        marker = marker.func
+    return ast.unparse(marker) in [f"pytest.mark.{m}" for m in _DROPPED_MARKERS]
+
+
+def _is_dropped_pytestmark(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Assign) or ast.unparse(node.targets) != "pytestmark":
+        return False
+    return all(map(_is_dropped, getattr(node.value, "elts", [node.value])))
+
+
+def _without_dropped_markers(text: str) -> str:
+    lines = text.split("\n")
+    dropped: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        for decorator in getattr(node, "decorator_list", []):
+            if _is_dropped(decorator):
+                dropped.update(range(decorator.lineno - 1, decorator.end_lineno))
+        if _is_dropped_pytestmark(node):
+            first = node.lineno - 1
+            first -= blank_lines_above(lines, first)
+            dropped.update(range(first, node.end_lineno))
+    text = "\n".join(line for i, line in enumerate(lines) if i not in dropped)
+    return apply_edits(text, _marks_of_params(ast.parse(text)))
+
+
+def _marks_of_params(tree: ast.Module) -> Iterator[Edit]:
+    """Edits that take dropped markers away from ``pytest.param(..., marks=...)``."""
+    for node in ast.walk(tree):
+        if not (
+            isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.param"
+        ):
+            continue
+        for i, keyword in enumerate(node.keywords):
+            if keyword.arg == "marks" and _is_dropped(keyword.value):
+                previous = (node.args + node.keywords[:i])[-1]
+                yield Edit(end(previous), end(keyword), "")
+
+
+def _without_unused_constants(text: str, used_before: set[str]) -> str:
+    """Drop constants that only dropped markers have used."""
+    unused = used_before - used_names(text)
+    lines = text.split("\n")
+    # From the bottom up, so that line numbers above stay true.
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) in unused:
+            lines = drop_lines(lines, node.lineno - 1, node.end_lineno)
+    return "\n".join(lines)
+
+
+def _with_gpu_condition(text: str) -> str:
+    edits = [
+        Edit.of(node, _GPU_CONDITION)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == _GPU_MARKER
+    ]
+    if not edits:
+        return text
+    editor = ImportEditor(apply_edits(text, edits), _WIDTH)
+    if "torch" not in [b.bound for b in bindings(text)]:
+        editor.add(Binding(None, "torch"))
+    return editor.text
