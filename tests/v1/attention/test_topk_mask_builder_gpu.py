@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The CuTe DSL mask kernel on a GPU, bit for bit against a dense boolean grid.
+
+Also the file to run under compute-sanitizer: `-k sanitized` selects small cases that
+reach every path of the kernel.
+"""
+
+import itertools
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.attention.sparse_mla_attention import _topk_mask_shape
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+POISON = 0x5A5A5A5A
+GUARD_WORDS = 64
+
+gpu = pytest.mark.gpu
+cpu = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def module():
+    from vllm.model_executor.kernels.attention.dsa import topk_mask_cutedsl
+
+    return topk_mask_cutedsl
+
+
+@dataclass
+class Inputs:
+    """One call's tensors, `out` poisoned and inside poisoned storage."""
+
+    topk: torch.Tensor
+    q_lens: list[int]
+    max_q_len: int
+    num_keys: int
+    key_starts: list[int] | None = None
+    range_starts: list[int] | None = None
+    range_lens: list[int] | None = None
+
+    def __post_init__(self):
+        self.shape = _topk_mask_shape(
+            len(self.q_lens), self.max_q_len, self.num_keys, bool(self.key_starts)
+        )
+        numel = self.shape[0] * self.shape[1] * self.shape[2]
+        self.storage = torch.full(
+            (numel + 2 * GUARD_WORDS,), POISON, dtype=torch.int32, device="cuda"
+        )
+        self.out = self.storage[GUARD_WORDS:-GUARD_WORDS].view(self.shape)
+        self.cu_q_lens = vector([0, *itertools.accumulate(self.q_lens)])
+        self.optional = [
+            vector(values)
+            for values in (self.key_starts, self.range_starts, self.range_lens)
+        ]
+
+    def build(self, module):
+        module.build_topk_mask_cutedsl(
+            self.topk,
+            self.cu_q_lens,
+            self.max_q_len,
+            self.num_keys,
+            self.out,
+            *self.optional,
+        )
+        return self.out[:, : self.max_q_len]
+
+    def expected(self):
+        """The view's words: indices scattered into booleans, booleans into words."""
+        batch, rows, num_words = len(self.q_lens), self.max_q_len, self.shape[2]
+        # One column past the words takes every index that is dropped.
+        grid = torch.zeros(
+            (batch, rows, num_words * 32 + 1), dtype=torch.bool, device="cuda"
+        )
+        token = 0
+        for request, q_len in enumerate(self.q_lens):
+            keys = self.topk[token : token + q_len].long()
+            token += q_len
+            start = self.range_starts[request] if self.range_starts else 0
+            length = self.range_lens[request] if self.range_lens else self.num_keys
+            length = min(length, self.num_keys)
+            kept = (keys >= 0) & (keys >= start) & (keys - start < length)
+            columns = torch.where(kept, keys - start, num_words * 32)
+            grid[request, :q_len].scatter_(1, columns, True)
+        weights = 1 << torch.arange(32, device="cuda")
+        words = torch.empty((batch, rows, num_words), dtype=torch.int32, device="cuda")
+        for request, row in itertools.product(range(batch), range(0, rows, 64)):
+            some = grid[request, row : row + 64, :-1].unflatten(-1, (-1, 32)).long()
+            words[request, row : row + 64] = (some * weights).sum(-1).int()
+        for request, key_start in enumerate(self.key_starts or []):
+            words[request, 0, -1] = key_start
+        return words
+
+    def check(self, module):
+        found = self.build(module).clone()
+        # Built before the expectation, so that no recycled memory holds the answer.
+        self.out[:, : self.max_q_len] = POISON
+        assert (self.storage == POISON).all(), "a word outside the view changed"
+        assert torch.equal(found, self.expected())
+
+
+def vector(values):
+    if values is None:
+        return None
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def random_topk(rows, topk, num_keys, seed=0, hostile=False, offset=0, padding=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    size = (rows, offset + topk + padding)
+    index = torch.randint(0, num_keys, size, generator=generator, device="cuda")
+    kind = torch.randint(0, 12, size, generator=generator, device="cuda")
+    index[kind == 0] = -1
+    if hostile:
+        for code, value in enumerate(
+            (num_keys, num_keys + 33, INT32_MAX, INT32_MIN, -2), start=1
+        ):
+            index[kind == code] = value
+    return index.int()[:, offset : offset + topk]
+
+
+def causal_topk(rows, topk):
+    """Consecutive keys up to the diagonal, then -1: what short rows look like."""
+    index = torch.arange(topk, device="cuda").repeat(rows, 1)
+    index[index > torch.arange(rows, device="cuda")[:, None]] = -1
+    return index.int()
+
+
+@gpu
+@pytest.mark.parametrize("num_queries", [1, 2, 127, 128, 129, 255, 256, 257])
+@pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 127, 128, 129, 1000, 4096, 4097])
+def test_queries_and_keys_at_every_edge(num_queries, num_keys, module):
+    topk = random_topk(num_queries, 64, num_keys, seed=num_keys, hostile=True)
+    Inputs(topk, [num_queries], num_queries, num_keys).check(module)
+
+
+@gpu
+@pytest.mark.parametrize("num_keys", [131071, 131072, 131073, 262177, 1 << 20])
+@pytest.mark.parametrize("padding", [0, 1], ids=["vectorized", "scalar"])
+def test_rows_wider_than_a_tile(num_keys, padding, module):
+    topk = random_topk(9, 2048, num_keys, hostile=True, padding=padding)
+    topk[:, :4] = torch.tensor([0, num_keys - 1, 131071, 131072], device="cuda")
+    Inputs(topk, [5, 4], 6, num_keys, key_starts=[3, INT32_MAX]).check(module)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "num_topk", [1, 2, 3, 4, 5, 127, 512, 2047, 2048, 2049, 2052, 4096, 5003]
+)
+@pytest.mark.parametrize(
+    ("offset", "padding"),
+    [(0, 0), (0, 4), (4, 4), (0, 1), (1, 3), (3, 0)],
+    ids=lambda n: str(n),
+)
+def test_topk_of_any_width_and_alignment(num_topk, offset, padding, module):
+    topk = random_topk(
+        7, num_topk, 3000, seed=num_topk, hostile=True, offset=offset, padding=padding
+    )
+    Inputs(topk, [7], 7, 3000).check(module)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 300, 3000])
+def test_runs_of_consecutive_keys(rows, module):
+    Inputs(causal_topk(rows, 2048), [rows], rows, 4096).check(module)
+
+
+@gpu
+def test_all_keys_one_key_and_no_key(module):
+    topk = torch.stack(
+        [
+            torch.arange(2048),
+            torch.arange(2047, -1, -1),
+            torch.full((2048,), 7),
+            torch.full((2048,), -1),
+        ]
+    )
+    Inputs(topk.int().cuda(), [4], 4, 2048).check(module)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "q_lens",
+    [
+        [0, 3, 5],
+        [3, 0, 5],
+        [3, 5, 0],
+        [0, 0],
+        [1] * 300,
+        [700, 1, 0, 33, 128, 257, 2, 64],
+    ],
+    ids=["empty-first", "empty-middle", "empty-last", "empty", "many", "unequal"],
+)
+@pytest.mark.parametrize("with_key_starts", [False, True])
+def test_several_requests_with_rows_to_spare(q_lens, with_key_starts, module):
+    topk = random_topk(sum(q_lens), 96, 900, hostile=True)
+    key_starts = list(range(5, 5 + len(q_lens))) if with_key_starts else None
+    Inputs(topk, q_lens, max(q_lens) + 3, 900, key_starts=key_starts).check(module)
+
+
+@gpu
+@pytest.mark.parametrize("padding", [0, 1], ids=["vectorized", "scalar"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_ranges(padding, bounded, module):
+    starts = [0, 37, 4096, INT32_MAX, 200000, 11]
+    lens = [500, 640, 1, 5, INT32_MAX, 0] if bounded else None
+    topk = random_topk(60, 512, 210000, hostile=True, padding=padding)
+    for column, key in enumerate((37, 36, 676, 677, 4096, 200000, 199999)):
+        topk[:, column] = key
+    Inputs(
+        topk, [10] * 6, 12, 640, key_starts=[9] * 6, range_starts=starts,
+        range_lens=lens,
+    ).check(module)  # fmt: skip
+
+
+@gpu
+def test_a_range_of_a_row_wider_than_a_tile(module):
+    topk = random_topk(8, 2048, 400000, hostile=True)
+    Inputs(
+        topk, [4, 4], 4, 262145, range_starts=[101, 131072], range_lens=[200000, 262145]
+    ).check(module)
+
+
+@gpu
+@pytest.mark.parametrize("num_queries", [4096, 8192])
+def test_more_rows_than_blocks(num_queries, module):
+    topk = random_topk(num_queries, 2048, 8192)
+    Inputs(topk, [num_queries], num_queries, 8192).check(module)
+
+
+@gpu
+def test_topk_offsets_past_32_bits(module):
+    rows, stride = 10, 1 << 28
+    topk = torch.empty(rows * stride, dtype=torch.int32, device="cuda")
+    topk = topk.view(rows, stride)[:, :64]
+    topk.copy_(random_topk(rows, 64, 500))
+    Inputs(topk, [rows], rows, 500).check(module)
+
+
+@gpu
+def test_mask_offsets_past_32_bits(module):
+    topk = random_topk(4, 64, 4096)
+    inputs = Inputs(topk, [2, 2], 2, 4096)
+    flat = torch.empty((1 << 31) + 256, dtype=torch.int32, device="cuda")
+    out = flat.as_strided((2, 2, 128), (1 << 31, 128, 1))
+    module.build_topk_mask_cutedsl(topk, inputs.cu_q_lens, 2, 4096, out)
+    assert torch.equal(out, inputs.expected())
+
+
+@gpu
+@pytest.mark.parametrize("index", range(6))
+def test_sanitized(index, module):
+    """One small case for each path, for memcheck and racecheck."""
+    plain = random_topk(40, 2048, 4000, hostile=True)
+    ragged = random_topk(40, 2051, 4000, hostile=True, offset=1)
+    tail = random_topk(40, 2051, 4000, hostile=True, padding=1)
+    wide = random_topk(6, 64, 200000, hostile=True)
+    cases = [
+        Inputs(plain, [40], 40, 4000),
+        Inputs(ragged, [30, 0, 10], 33, 4000, key_starts=[1, 2, 3]),
+        Inputs(tail, [30, 10], 30, 4000, range_starts=[5, 90], range_lens=[99, 3000]),
+        Inputs(wide, [6], 6, 200000),
+        Inputs(causal_topk(64, 2048), [64], 64, 2048),
+        Inputs(plain, [13] * 3, 15, 700, [7, 8, 9], [0, 1, 31]),
+    ]
+    cases[index].check(module)
+
+
+@gpu
+def test_twenty_runs_agree(module):
+    inputs = Inputs(random_topk(1000, 2048, 8192), [600, 400], 600, 8192)
+    first = inputs.build(module).clone()
+    for _ in range(20):
+        inputs.out.fill_(POISON)
+        assert torch.equal(inputs.build(module), first)
+
+
+@gpu
+def test_two_streams_with_two_masks(module):
+    both = [
+        Inputs(random_topk(3000, 2048, 16384, seed=seed), [3000], 3000, 16384)
+        for seed in (1, 2)
+    ]
+    streams = [torch.cuda.Stream() for _ in both]
+    expected = [inputs.expected() for inputs in both]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for inputs, stream in zip(both, streams):
+            with torch.cuda.stream(stream):
+                inputs.out.fill_(POISON)
+                inputs.build(module)
+    torch.cuda.synchronize()
+    for inputs, words in zip(both, expected):
+        assert torch.equal(inputs.out[:, :3000], words)
+
+
+@gpu
+def test_runs_on_the_current_stream_of_a_graph(module):
+    inputs = Inputs(random_topk(64, 2048, 4096), [64], 64, 4096)
+    inputs.build(module)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        view = inputs.build(module)
+    inputs.out.fill_(POISON)
+    graph.replay()
+    assert torch.equal(view, inputs.expected())
+
+
+@gpu
+def test_no_length_compiles_anything(module, monkeypatch):
+    kernel = module.TopkMaskKernel()
+    monkeypatch.setattr(module, "TOPK_MASK_KERNEL", kernel)
+    kernel.warmup(
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(index_topk=2048)
+            )
+        )
+    )
+    compiled = set(kernel._compiled_cache)
+    for length in range(100, 5000, 517):
+        topk = random_topk(length, 2048, length)
+        starts = [0, 40]
+        halves = [length // 3, length - length // 3]
+        Inputs(topk, [length], length, length).build(module)
+        Inputs(topk, halves, length, length, key_starts=starts).build(module)
+        Inputs(topk, halves, length, length, range_starts=starts).build(module)
+    assert set(kernel._compiled_cache) == compiled
+    assert len(compiled) == 3
+
+
+@cpu
+@pytest.mark.parametrize(
+    ("batch", "max_q", "words", "grid"),
+    [
+        # 132 multiprocessors of 8 blocks hold 1056.
+        pytest.param(1, 1, 4, (1, 1, 1), id="one-row"),
+        pytest.param(1, 1056, 1024, (1056, 1, 1), id="a-block-a-row"),
+        pytest.param(1, 1057, 1024, (529, 1, 1), id="two-rows-a-block"),
+        pytest.param(1, 4096, 1024, (1024, 1, 1), id="four-rows-a-block"),
+        pytest.param(8, 600, 1024, (120, 8, 1), id="requests"),
+        pytest.param(1, 9, 4096, (9, 1, 1), id="one-tile"),
+        pytest.param(1, 9, 4100, (9, 1, 2), id="two-tiles"),
+        pytest.param(1, 4096, 32768, (128, 1, 8), id="a-million-keys"),
+    ],
+)
+def test_grid_fills_the_gpu_once(batch, max_q, words, grid, module):
+    assert module.plan_grid(batch, max_q, words, num_sms=132) == grid
+
+
+@cpu
+@pytest.mark.parametrize(
+    ("batch", "words", "name"),
+    [(65536, 4, "batch_size"), (1, 65536 * 4096, "pieces per row")],
+)
+def test_a_grid_without_room_is_refused(batch, words, name, module):
+    with pytest.raises(ValueError, match=f"{name} must be at most 65535, got 65536"):
+        module.plan_grid(batch, 1, words, num_sms=132)
+
+
+@cpu
+@pytest.mark.parametrize(
+    ("offset", "columns", "expected"),
+    [(0, 8, True), (4, 16, True), (1, 8, False), (0, 6, False)],
+)
+def test_rows_are_vectorizable(offset, columns, expected, module):
+    storage = torch.zeros(4096, dtype=torch.int32)
+    first = -storage.data_ptr() % 16 // 4
+    topk = storage[first + offset :][: 3 * columns].view(3, columns)
+    assert module.rows_are_vectorizable(topk) is expected
+
+
+@cpu
+@pytest.mark.parametrize(("topk", "vectorized"), [(2048, True), (2049, False)])
+def test_warmup_covers_what_the_layer_asks_for(topk, vectorized, module):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=topk))
+    )
+    key = module.TOPK_MASK_KERNEL.CompileKey
+    assert set(module.TOPK_MASK_KERNEL.get_warmup_keys(config)) == {
+        key(vectorized, False, False),
+        key(vectorized, False, True),
+        key(vectorized, True, False),
+    }
+
+
+@cpu
+def test_a_model_without_topk_warms_up_nothing(module):
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=object()))
+    assert module.TOPK_MASK_KERNEL.get_warmup_keys(config) == []

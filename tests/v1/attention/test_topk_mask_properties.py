@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Both mask builders hold the mask contract for any input, so they agree bit for bit.
+
+Triton runs everywhere (in its interpreter without a GPU), the CuTe DSL on a GPU. The
+expectation is built key by key from Python sets.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm.model_executor.layers.attention import sparse_mla_attention
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+POISON = 0x5A5A5A5A
+HOSTILE = (-1, -1, -1, -2, INT32_MIN, INT32_MAX, INT32_MAX - 31)
+
+
+def build_with_triton(*args):
+    sparse_mla_attention._build_topk_mask_triton(*args)
+
+
+def build_with_cutedsl(*args):
+    from vllm.model_executor.kernels.attention.dsa import topk_mask_cutedsl
+
+    topk_mask_cutedsl.build_topk_mask_cutedsl(*args)
+
+
+BUILDERS = [
+    pytest.param(build_with_triton, id="triton", marks=pytest.mark.interpreter),
+    pytest.param(build_with_cutedsl, id="cutedsl", marks=pytest.mark.gpu),
+]
+
+
+@dataclass
+class Case:
+    """Arguments of a builder as plain Python values."""
+
+    rows: list[list[int]]
+    q_lens: list[int]
+    max_q_len: int
+    num_keys: int
+    row_padding: int
+    row_offset: int
+    spare_rows: int
+    key_starts: list[int] | None
+    range_starts: list[int] | None
+    range_lens: list[int] | None
+
+
+@st.composite
+def cases(draw):
+    num_keys = draw(st.one_of(st.integers(1, 130), st.integers(1, 4200)))
+    edges = st.sampled_from((0, num_keys - 1, num_keys, num_keys + 31, *HOSTILE))
+    index = st.one_of(st.integers(0, num_keys + 40), edges)
+    q_lens = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    num_topk = draw(st.one_of(st.integers(1, 9), st.just(64)))
+    # A few drawn indices repeated give wide rows without a slow draw.
+    few = st.lists(index, min_size=1, max_size=num_topk)
+    rows = [
+        (values * num_topk)[:num_topk]
+        for values in draw(
+            st.lists(few, min_size=sum(q_lens), max_size=sum(q_lens)),
+        )
+    ]
+    has_ranges = draw(st.booleans())
+
+    def per_request(values):
+        return draw(st.lists(values, min_size=len(q_lens), max_size=len(q_lens)))
+
+    starts = st.one_of(st.integers(0, num_keys), st.just(INT32_MAX))
+    lens = st.one_of(st.integers(0, num_keys + 5), st.just(INT32_MAX))
+    return Case(
+        rows=rows,
+        q_lens=q_lens,
+        max_q_len=max(1, max(q_lens) + draw(st.integers(0, 2))),
+        num_keys=num_keys,
+        row_padding=draw(st.integers(0, 5)),
+        row_offset=draw(st.integers(0, 3)),
+        spare_rows=draw(st.integers(0, 2)),
+        key_starts=(
+            per_request(st.integers(0, INT32_MAX)) if draw(st.booleans()) else None
+        ),
+        range_starts=per_request(starts) if has_ranges else None,
+        range_lens=(per_request(lens) if has_ranges and draw(st.booleans()) else None),
+    )
+
+
+def expected_words(case, num_words):
+    """Mask words of every request and row, as unsigned integers."""
+    mask = []
+    rows = iter(case.rows)
+    for request, q_len in enumerate(case.q_lens):
+        start = case.range_starts[request] if case.range_starts else 0
+        stop = start + (case.range_lens[request] if case.range_lens else 2**32)
+        for row in range(case.max_q_len):
+            keys = next(rows) if row < q_len else []
+            bits = {key - start for key in keys if key >= 0 and start <= key < stop}
+            words = [0] * num_words
+            for bit in bits:
+                if bit < case.num_keys:
+                    words[bit // 32] |= 1 << bit % 32
+            if row == 0 and case.key_starts:
+                words[-1] = case.key_starts[request]
+            mask.append(words)
+    return mask
+
+
+def run(builder, case, device):
+    """Build the mask in poisoned storage; also tell whether all else was left alone."""
+
+    def vector(values):
+        if values is None:
+            return None
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    num_topk = len(case.rows[0]) if case.rows else 8
+    wide = torch.full(
+        (len(case.rows), num_topk + case.row_padding + case.row_offset), 3
+    )
+    if case.rows:
+        wide[:, case.row_offset :][:, :num_topk] = torch.tensor(case.rows)
+    wide = wide.to(dtype=torch.int32, device=device)
+    topk = wide[:, case.row_offset :][:, :num_topk]
+    cu_q_lens = vector([sum(case.q_lens[:i]) for i in range(len(case.q_lens) + 1)])
+    batch, rows, num_words = sparse_mla_attention._topk_mask_shape(
+        len(case.q_lens), case.max_q_len, case.num_keys, case.key_starts is not None
+    )
+    storage = torch.full(
+        (batch + 1, rows + case.spare_rows, num_words + 4),
+        POISON,
+        dtype=torch.int32,
+        device=device,
+    )
+    out = storage[:, :, :num_words]
+    builder(
+        topk,
+        cu_q_lens,
+        case.max_q_len,
+        case.num_keys,
+        out,
+        vector(case.key_starts),
+        vector(case.range_starts),
+        vector(case.range_lens),
+    )
+    storage = storage.cpu()
+    view = storage[:batch, : case.max_q_len, :num_words].clone()
+    storage[:batch, : case.max_q_len, :num_words] = POISON
+    return view, bool((storage == POISON).all())
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(case=cases())
+def test_any_input_gives_the_mask_and_touches_nothing_else(builder, case, device):
+    view, untouched = run(builder, case, device)
+    expected = expected_words(case, view.shape[2])
+    unsigned = view.flatten(0, 1).to(torch.int64) & 0xFFFFFFFF
+    assert unsigned.tolist() == expected
+    assert untouched
