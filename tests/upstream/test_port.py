@@ -39,10 +39,14 @@ import torch
 from tests.v1.attention.sparse_mla_reference import unpack_topk_mask
 from vllm.platforms import current_platform
 
+requires_nvidia = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
+)
+
 LIMIT = 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@requires_nvidia
 @pytest.mark.parametrize("n", [1, pytest.param(2, id="2")])
 def test_a(n):
     assert unpack_topk_mask

@@ -19,6 +19,7 @@ from vllm_sparse_mla.export_patch.source import (
     drop_lines,
     end,
     first_line,
+    is_import,
     used_names,
 )
 
@@ -29,9 +30,13 @@ _OWN_PACKAGE = "vllm_sparse_mla"
 # patched does not need to know, and what upstream would write instead.
 _DROPPED_MARKERS = ("interpreter", "stock_fails")
 _GPU_MARKER = "pytest.mark.gpu"
-_GPU_CONDITION = (
-    'pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")'
-)
+# As long as what it replaces, so that lines break where they did.
+_GPU_NAME = "requires_nvidia"
+_GPU_CONDITION = [
+    f"{_GPU_NAME} = pytest.mark.skipif(",
+    '    not torch.cuda.is_available(), reason="needs an NVIDIA GPU"',
+    ")",
+]
 _WIDTH = 88
 
 
@@ -160,7 +165,7 @@ def _without_unused_constants(text: str, used_before: set[str]) -> str:
 
 def _with_gpu_condition(text: str) -> str:
     edits = [
-        Edit.of(node, _GPU_CONDITION)
+        Edit.of(node, _GPU_NAME)
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == _GPU_MARKER
     ]
@@ -169,4 +174,7 @@ def _with_gpu_condition(text: str) -> str:
     editor = ImportEditor(apply_edits(text, edits), _WIDTH)
     if "torch" not in [b.bound for b in bindings(text)]:
         editor.add(Binding(None, "torch"))
-    return editor.text
+    lines = editor.text.split("\n")
+    last = [node for node in ast.parse(editor.text).body if is_import(node)][-1]
+    lines[last.end_lineno : last.end_lineno] = ["", *_GPU_CONDITION]
+    return "\n".join(lines)
