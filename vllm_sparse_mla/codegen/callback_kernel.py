@@ -52,7 +52,7 @@ def callback_words(
         raise ValueError(f"mask must be on a CUDA device, got {mask.device}")
     words = mask.new_empty((*mask.shape[:2], num_groups, _WORDS))
     kernel = compile_callback_kernel(mask_mod, key_starts is not None)
-    kernel(mask, key_starts, words, Int32(column_step))
+    kernel(mask, key_starts, words, column_step)
     return words
 
 
