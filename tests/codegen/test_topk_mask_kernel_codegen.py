@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the top-k mask kernel compiles to for Hopper and Blackwell; no GPU needed.
+
+Counts beside the bounds were seen with nvidia-cutlass-dsl 4.8.0 and the ptxas inside.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from vllm_sparse_mla.codegen.disassembly import find_tool, read_cubin
+from vllm_sparse_mla.codegen.worker import environment
+
+pytestmark = pytest.mark.codegen
+
+REGISTERS_PER_SM = 65536
+# (vectorized, has_ranges, has_key_starts)
+KEYS = list(itertools.product((True, False), repeat=3))
+
+# One process per target, which the DSL latches at its first import. The DSL names its
+# dump after argument types, the same for several keys, so each is moved away.
+COMPILE = """
+import json, sys
+from pathlib import Path
+from vllm_sparse_mla.plugin import register
+register()
+from vllm.model_executor.kernels.attention.dsa import topk_mask_cutedsl as module
+dump, keys = Path(sys.argv[1]), json.loads(sys.argv[2])
+kernel = module.TopkMaskKernel()
+for number, key in enumerate(keys):
+    kernel.compile(kernel.CompileKey(*key))
+    (cubin,) = dump.glob("*.cubin")
+    cubin.rename(dump.parent / f"{number}.cubin")
+tuning = kernel.tuning
+print(json.dumps({"threads": tuning.threads, "blocks_per_sm": tuning.blocks_per_sm,
+                  "vectors": tuning.vectors}))
+"""
+
+
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+def target(request, tmp_path_factory):
+    """Target, tuning, and per key what `read_cubin` says and the full opcodes."""
+    folder = tmp_path_factory.mktemp(request.param)
+    dump = folder / "dump"
+    dump.mkdir()
+    env = os.environ | environment(request.param, dump)
+    env.pop("TRITON_INTERPRET", None)
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(dump), json.dumps(KEYS)],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    tuning = json.loads(done.stdout.splitlines()[-1])
+    found = {}
+    for number, key in enumerate(KEYS):
+        path = folder / f"{number}.cubin"
+        found[key] = read_cubin(path), full_opcodes(path)
+    return request.param, tuning, found
+
+
+def full_opcodes(path):
+    """Opcodes with their modifiers, such as `STG.E.128`, counted."""
+    listing = subprocess.run(
+        [find_tool("nvdisasm"), "-json", path], capture_output=True, check=True
+    )
+    _, functions = json.loads(listing.stdout)
+    return Counter(
+        instruction["opcode"]
+        for function in functions
+        for instruction in function["sass-instructions"]
+    )
+
+
+def count(opcodes, pattern):
+    return sum(n for name, n in opcodes.items() if re.fullmatch(pattern, name))
+
+
+def test_every_key_compiles_for_the_target_without_local_memory(target):
+    arch, _, found = target
+    for key, (cubin, _) in found.items():
+        assert cubin.target == arch, key
+        assert cubin.local_opcodes == 0, key
+        assert cubin.local_bytes == 0, key
+
+
+def test_registers_leave_room_for_the_planned_blocks(target):
+    _, tuning, found = target
+    for key, (cubin, _) in found.items():
+        # Registers are given out by 8: 56 to 59 for sm_90a, 60 to 64 for sm_100a.
+        registers = -(-cubin.registers // 8) * 8
+        block = registers * tuning["threads"]
+        assert block * tuning["blocks_per_sm"] <= REGISTERS_PER_SM, key
+
+
+def test_rows_are_read_16_bytes_at_a_time_where_aligned(target):
+    _, tuning, found = target
+    for (vectorized, *_), (cubin, _) in found.items():
+        wide = cubin.global_loads.get(128, 0)
+        # Three places load a chunk: the first row, the next row, further chunks.
+        assert wide == (3 * tuning["vectors"] if vectorized else 0)
+
+
+def test_the_check_of_wide_loads_refuses_scalar_loads(target):
+    # The negative control: the scalar program reads the same rows word by word.
+    _, _, found = target
+    scalar, _ = found[False, False, False]
+    vectorized, _ = found[True, False, False]
+    assert scalar.global_loads[32] > vectorized.global_loads[32]
+    assert 128 not in scalar.global_loads
+
+
+def test_the_mask_is_written_only_by_16_byte_stores(target):
+    _, _, found = target
+    for key, (_, opcodes) in found.items():
+        assert count(opcodes, r"STG\.E\.128") > 0, key
+        assert count(opcodes, r"STG.*") == count(opcodes, r"STG\.E\.128"), key
+
+
+def test_bits_meet_in_shared_memory_between_barriers(target):
+    _, _, found = target
+    for key, (_, opcodes) in found.items():
+        assert count(opcodes, r"ATOMS\.OR.*") > 0, key
+        assert count(opcodes, r"(ATOM|ATOMG|RED|REDG)\b.*") == 0, key
+        # After clearing, after scattering, after writing.
+        assert count(opcodes, r"BAR\.SYNC.*") == 3, key
+
+
+def test_code_stays_small(target):
+    # 865 to 1107 for sm_90a, 944 to 1221 for sm_100a.
+    _, _, found = target
+    for key, (cubin, _) in found.items():
+        assert cubin.instructions <= 1400, key
