@@ -132,18 +132,25 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, default=1, help="tensor-parallel ranks to stand for"
     )
+    parser.add_argument(
+        "--all-lengths",
+        action="store_true",
+        help="opt-in: masked MHA at every length, not only where the table has it",
+    )
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     with running_servers(
         args.model,
         args.variants,
         ranks=args.ranks,
+        all_lengths=args.all_lengths,
         max_model_len=max(args.lengths) + 256,
     ) as (servers, folders):
         rows = asyncio.run(
             measure(servers, folders, args.lengths, args.at_a_time, args.repeat)
         )
-    rows = [{"model": args.model, "ranks": args.ranks} | row for row in rows]
+    setting = {"model": args.model, "ranks": args.ranks}
+    rows = [setting | {"all lengths": args.all_lengths} | row for row in rows]
     print_table("Time to first token, milliseconds at the HTTP client", rows)
     if args.csv is not None:
         save_csv(args.csv, rows)

@@ -33,7 +33,12 @@ def variant_list(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def running_servers(
-    model: str, variants: Sequence[str], *, ranks: int = 1, **kwargs
+    model: str,
+    variants: Sequence[str],
+    *,
+    ranks: int = 1,
+    all_lengths: bool = False,
+    **kwargs,
 ) -> Iterator[tuple[dict[str, Server], dict[str, Path]]]:
     """Write the model, start one server per variant side by side, stop them.
 
@@ -41,6 +46,7 @@ def running_servers(
         model: A name of ``tiny_model.SPECS``.
         variants: Which of ``VARIANTS``.
         ranks: Tensor-parallel ranks that the dispatch is told of.
+        all_lengths: Masked MHA, where available, takes prefills of every length.
         **kwargs: Further fields of ``Server``.
 
     Yields:
@@ -55,7 +61,9 @@ def running_servers(
                 folder / "model",
                 variant,
                 folders[variant] / "server.log",
-                extra_env=probe_environment(folders[variant], ranks=ranks),
+                extra_env=probe_environment(
+                    folders[variant], ranks=ranks, all_lengths=all_lengths
+                ),
                 **kwargs,
             ).start()
             for variant in variants

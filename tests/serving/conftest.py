@@ -52,7 +52,8 @@ def start_server(serve_folder) -> Iterator[Callable[..., Server]]:
     eager = os.environ.get("SPARSE_MLA_TEST_ENFORCE_EAGER") == "1"
 
     def start(name: str, variant: str, **kwargs) -> Server:
-        environment = probe_environment(serve_folder / name)
+        # What is compared is masked MHA with sparse MQA, at every length.
+        environment = probe_environment(serve_folder / name, all_lengths=True)
         environment |= kwargs.pop("extra_env", {})
         started[name] = Server(
             serve_folder / "model",

@@ -26,6 +26,8 @@ from vllm_sparse_mla.serving.client import (
 )
 from vllm_sparse_mla.serving.server import free_port
 
+pytestmark = pytest.mark.cpu
+
 PROMPT = [5, 6, 7]
 METRICS = """\
 # TYPE vllm:num_requests_running gauge

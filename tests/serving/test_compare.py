@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The comparison that judges served answers, and what reads a server's log."""
+"""The comparison that judges served answers."""
 
 import math
-import re
-import sys
-from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 
 from vllm_sparse_mla.serving.client import Completion, make_prompt
 from vllm_sparse_mla.serving.compare import Difference, between, difference, spread
-from vllm_sparse_mla.serving.probe import probe_environment
-from vllm_sparse_mla.serving.server import Server, variant_environment
+
+pytestmark = pytest.mark.cpu
 
 
 def _answer(tokens, logprobs, gaps=None, prompt=(-1.0, -2.0)) -> Completion:
@@ -75,54 +71,3 @@ def test_failed_request_cannot_be_compared():
 def test_prompts_are_reproducible_and_leave_special_tokens_out():
     assert make_prompt(500, 7) == make_prompt(500, 7) != make_prompt(500, 8)
     assert set(range(2, 1024)).issuperset(make_prompt(5000, 1))
-
-
-def test_variants():
-    assert variant_environment("stock") == {"VLLM_PLUGINS": ""}
-    assert variant_environment("patched")["VLLM_SPARSE_MLA_SM90"] == "0"
-    assert variant_environment("opt-in")["VLLM_SPARSE_MLA_SM90"] == "1"
-    with pytest.raises(ValueError, match="variant must be one of .* got 'fast'"):
-        variant_environment("fast")
-
-
-LOG = """\
-(pid=11) INFO 11-29 10:00:00 [vllm.plugins.sparse_mla] vllm-sparse-mla 0.1.0 is \
-active on vLLM 0.33.0: model_executor/layers/attention/sparse_mla_mask.py
-(EngineCore pid=12) INFO 11-29 10:00:01 [plugin.py:59] vllm-sparse-mla 0.1.0 is \
-active on vLLM 0.33.0: model_executor/layers/attention/sparse_mla_mask.py
-(EngineCore pid=12) WARNING 11-29 10:00:02 [jit_monitor.py:141] Triton kernel JIT \
-compilation during inference: _topk_kernel (constexprs={}). This causes a spike.
-(EngineCore pid=12) WARNING 11-29 10:00:02 [jit_monitor.py:141] CuTeDSL JIT \
-compilation during inference: FlashAttentionForwardSm90. This causes a spike.
-"""
-
-
-def test_log_is_read(tmp_path):
-    server = Server(Path("m"), "patched", tmp_path / "log", port=1)
-    server.log_path.write_text(LOG)
-    assert server.active_pids() == [11, 12]
-    assert server.jit_kernels() == ["_topk_kernel", "FlashAttentionForwardSm90"]
-
-
-def _source(module) -> str:
-    return Path(module.__file__).read_text()
-
-
-def test_log_patterns_match_what_the_code_logs():
-    from vllm.utils import jit_monitor
-    from vllm_sparse_mla import plugin
-
-    assert re.search(r"vllm-sparse-mla \S+ is active on", _source(plugin))
-    source = _source(jit_monitor)
-    assert '"%s %s during inference: %s%s. "' in source
-    assert re.search(r'event="(kernel )?JIT compilation"', source)
-
-
-def test_probe_is_found_as_a_plugin(tmp_path, monkeypatch):
-    environment = probe_environment(tmp_path, ranks=8)
-    assert environment["SPARSE_MLA_PROBE_RANKS"] == "8"
-    monkeypatch.setattr(
-        sys, "path", [environment["PYTHONPATH"].split(":")[0], *sys.path]
-    )
-    (found,) = entry_points(group="vllm.general_plugins", name="sparse_mla_probe")
-    assert found.load().__module__ == "vllm_sparse_mla.serving.probe"

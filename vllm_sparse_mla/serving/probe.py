@@ -5,7 +5,8 @@
 ``probe_environment`` makes a server load ``register`` below as one more vLLM
 plugin. It appends a JSON line to a file for every call of FA4 with a packed mask.
 It can also tell the dispatch that this process is one of N tensor-parallel ranks,
-so that one GPU serves what one rank of N would.
+so that one GPU serves what one rank of N would, and lift the bounds on the prefill
+lengths that take masked MHA.
 """
 
 import functools
@@ -17,15 +18,20 @@ from typing import TextIO
 
 _FILE = "SPARSE_MLA_PROBE_FILE"
 _RANKS = "SPARSE_MLA_PROBE_RANKS"
+_ALL_LENGTHS = "SPARSE_MLA_PROBE_ALL_LENGTHS"
 _DIST_INFO = "sparse_mla_probe-0.dist-info"
 
 
-def probe_environment(folder: Path, *, ranks: int = 1) -> dict[str, str]:
+def probe_environment(
+    folder: Path, *, ranks: int = 1, all_lengths: bool = False
+) -> dict[str, str]:
     """Environment for a server with the probe.
 
     Args:
         folder: Gets the entry point and the file of records.
         ranks: Tensor-parallel ranks that the dispatch is told of.
+        all_lengths: Where masked MHA is available, every prefill longer than the
+            top-k takes it, whatever the table of measured lengths says.
     """
     dist_info = folder / "plugin" / _DIST_INFO
     dist_info.mkdir(parents=True, exist_ok=True)
@@ -43,6 +49,7 @@ def probe_environment(folder: Path, *, ranks: int = 1) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         _FILE: str(folder / "masked_mha.jsonl"),
         _RANKS: str(ranks),
+        _ALL_LENGTHS: str(int(all_lengths)),
     }
 
 
@@ -75,17 +82,22 @@ def register() -> None:
     if hasattr(impl._run_masked_mha, "__wrapped__"):
         return
     _record_masked_mha(impl)
+    use_masked_mha = mla_attention._use_masked_mha
     ranks = int(os.environ[_RANKS])
     if ranks > 1:
-        upstream = sparse_mla_attention._upstream
         available = _scale(
             sparse_mla_attention._is_masked_mha_available, "num_heads_total", ranks
         )
+        # Upstream's metadata builder has a binding of its own.
         sparse_mla_attention._is_masked_mha_available = available
-        upstream._is_masked_mha_available = available
-        mla_attention._use_masked_mha = _scale(
-            mla_attention._use_masked_mha, "tensor_parallel_size", ranks
-        )
+        sparse_mla_attention._upstream._is_masked_mha_available = available
+        use_masked_mha = _scale(use_masked_mha, "tensor_parallel_size", ranks)
+    if os.environ[_ALL_LENGTHS] == "1":
+
+        def use_masked_mha(**kwargs):
+            return True
+
+    mla_attention._use_masked_mha = use_masked_mha
 
 
 @functools.cache
