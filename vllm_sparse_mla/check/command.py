@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm_sparse_mla.check.codegen_report import CallbackResult
     from vllm_sparse_mla.check.environment import EnvironmentReport
     from vllm_sparse_mla.check.prefill import StepResult
+    from vllm_sparse_mla.check.serving_report import ServingReport
     from vllm_sparse_mla.check.steps import Workload
 
 # Tells what is being done; called with each piece of work.
@@ -114,6 +115,17 @@ def _workloads(
     ]
 
 
+def _prepare(progress: _Progress) -> "tuple[EnvironmentReport, bool]":
+    """Make this process ready; returns the report on it and whether it has a GPU."""
+    from vllm_sparse_mla.check import environment
+
+    progress("importing vLLM, here and in a new process")
+    with ThreadPoolExecutor() as pool:
+        new_process = pool.submit(environment.new_process_overlay_state)
+        has_gpu = environment.prepare_process()
+        return environment.report_environment(new_process.result()), has_gpu
+
+
 def _run(
     prompts: tuple[int, ...] | None,
     budget: int,
@@ -122,15 +134,9 @@ def _run(
     skip_codegen: bool,
     progress: _Progress,
 ) -> Report:
-    progress("importing vLLM")
+    env, has_gpu = _prepare(progress)
     from vllm_sparse_mla.check import environment
 
-    with ThreadPoolExecutor() as pool:
-        # Both import vLLM, which takes seconds.
-        new_process = pool.submit(environment.new_process_overlay_state)
-        has_gpu = environment.prepare_process()
-        progress("looking at the overlay, here and in a new process")
-        env = environment.report_environment(new_process.result())
     fa4 = environment.uses_fa4()
     stand_ins = [] if fa4 else ["FA4 call"]
     if not has_gpu:
@@ -164,6 +170,19 @@ def _run(
             codegen_error = str(error)
     attention = "FA4" if fa4 else "reference (plain PyTorch)"
     return Report(env, attention, stand_ins, schedules, callbacks, codegen_error)
+
+
+def _run_serving(
+    model: str, tensor_parallel_size: int, kv_cache_dtype: str, progress: _Progress
+) -> "tuple[EnvironmentReport, ServingReport]":
+    env, has_gpu = _prepare(progress)
+    import torch
+
+    from vllm_sparse_mla.check.serving_report import report_serving
+
+    capability = torch.cuda.get_device_capability() if has_gpu else None
+    serving = report_serving(model, tensor_parallel_size, kv_cache_dtype, capability)
+    return env, serving
 
 
 @contextmanager
@@ -215,6 +234,28 @@ def _parse_prompts(text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
+def _answer_for_model(
+    model: str, tensor_parallel_size: int, kv_cache_dtype: str, as_json: bool
+) -> NoReturn:
+    from vllm_sparse_mla.check import render
+
+    try:
+        with _progress() as progress:
+            env, serving = _run_serving(
+                model, tensor_parallel_size, kv_cache_dtype, progress
+            )
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from None
+    if as_json:
+        report = {"environment": env.to_dict(), "serving": serving.to_dict()}
+        typer.echo(json.dumps({"ok": env.ok} | report))
+    else:
+        console = render.make_console()
+        render.print_environment(console, env)
+        render.print_serving(console, serving)
+    raise typer.Exit(0 if env.ok else 1)
+
+
 def command(
     prompts: Annotated[
         str | None,
@@ -233,6 +274,19 @@ def command(
     skip_codegen: Annotated[
         bool, typer.Option("--skip-codegen", help="Compile nothing.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or config.json of a model: instead of the check, say whether "
+            "masked MHA will serve it here and for which prompts."
+        ),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Tensor parallel size to serve --model with.")
+    ] = 1,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="KV cache dtype to serve --model with.")
+    ] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
@@ -244,6 +298,8 @@ def command(
     the top-k keys and never sees a mask. Ends with code 0 only if everything holds.
     """
     parsed = _parse_prompts(prompts)
+    if model is not None:
+        _answer_for_model(model, tp, kv_cache_dtype, as_json)
     with _progress() as progress:
         report = _run(parsed, budget, heads, topk, skip_codegen, progress)
     if as_json:

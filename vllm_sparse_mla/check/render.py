@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_sparse_mla.check.codegen_report import CallbackResult
     from vllm_sparse_mla.check.environment import EnvironmentReport, OverlayState
     from vllm_sparse_mla.check.prefill import StepResult
+    from vllm_sparse_mla.check.serving_report import LengthRange, ServingReport
 
 # Wide enough for every table; a pipe has no width of its own.
 _PIPE_WIDTH = 132
@@ -113,4 +114,46 @@ def print_callbacks(console: Console, results: "Sequence[CallbackResult]") -> No
             str(result.local_opcodes),
             verdict(result.ok, result.problem) if result.judged else "to compare",
         )
+    console.print(table)
+
+
+def _ranges(ranges: "Sequence[LengthRange]") -> str:
+    parts = []
+    for r in ranges:
+        pieces = f", pieces of {r.min_query_len} or more" if r.min_query_len else ""
+        parts.append(f"{r.first} to {r.last}{pieces}")
+    return "\n".join(parts) or "none"
+
+
+def print_serving(console: Console, report: "ServingReport") -> None:
+    """Print whether masked MHA serves the model, and for which lengths."""
+    console.print(
+        f"Model: {report.model}, tensor parallel size {report.tensor_parallel_size}, "
+        f"KV cache {report.kv_cache_dtype}",
+        markup=False,
+    )
+    if not report.used:
+        console.print("Masked MHA: will not be used")
+        for reason in report.reasons:
+            console.print(f"  {reason}", markup=False)
+        return
+    console.print("Masked MHA: will be used, for sequences of these tokens")
+    table = _table(console, "", "Attention backend", "Whole prompts", "With context")
+    for row in report.backends:
+        table.add_row(
+            row.backend, _ranges(row.whole_prompts), _ranges(row.with_context)
+        )
+    console.print(table)
+    mib = report.workspace_bytes / 2**20
+    sizes = report.workspace[0].longest_sequence
+    table = _table(
+        console,
+        f"Mask workspace of {mib:.0f} MiB: longest sequence whose whole mask fits, in "
+        "tokens.\nA longer one has its mask built range by range if it has context, "
+        "and is left to sparse MQA if not.",
+        "longest query",
+        *(f"{size} request{'s' * (size > 1)}" for size in sizes),
+    )
+    for row in report.workspace:
+        table.add_row(str(row.query_len), *map(str, row.longest_sequence.values()))
     console.print(table)
