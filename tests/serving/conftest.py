@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Servers and answers that the tests with a real `vllm serve` share.
 
-``SPARSE_MLA_TEST_REPORT_DIR`` names a folder that gets the servers' logs.
-``SPARSE_MLA_TEST_ENFORCE_EAGER=1`` serves with ``--enforce-eager``, which also
-turns JIT warm-up and vLLM's JIT monitor off.
+``SPARSE_MLA_TEST_REPORT_DIR`` names a folder that gets the servers' logs and the
+differences of their answers.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ import pytest
 
 from vllm_sparse_mla.serving import scenario
 from vllm_sparse_mla.serving.probe import probe_environment
-from vllm_sparse_mla.serving.server import NO_COMPILE, VARIANTS, Server
+from vllm_sparse_mla.serving.server import VARIANTS, Server
 from vllm_sparse_mla.serving.tiny_model import write_model
 
 
@@ -49,7 +48,6 @@ def serve_folder(tmp_path_factory) -> Path:
 def start_server(serve_folder) -> Iterator[Callable[..., Server]]:
     """Starts a server by name, with the probe; all end with the session."""
     started: dict[str, Server] = {}
-    eager = os.environ.get("SPARSE_MLA_TEST_ENFORCE_EAGER") == "1"
 
     def start(name: str, variant: str, **kwargs) -> Server:
         # What is compared is masked MHA with sparse MQA, at every length.
@@ -62,7 +60,6 @@ def start_server(serve_folder) -> Iterator[Callable[..., Server]]:
             max_model_len=scenario.MAX_MODEL_LEN,
             max_num_batched_tokens=scenario.TOKEN_BUDGET,
             max_num_seqs=16,
-            extra_args=("--enforce-eager",) if eager else NO_COMPILE,
             extra_env=environment,
             **kwargs,
         )

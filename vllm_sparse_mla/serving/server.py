@@ -26,7 +26,7 @@ VARIANTS = ("stock", "patched", "opt-in")
 MODEL_NAME = "model"
 
 # As vLLM's `--enforce-eager`, but with JIT warm-up and the JIT monitor left on.
-NO_COMPILE = ("-cc", '{"mode": 0, "cudagraph_mode": "NONE"}')
+_NO_COMPILE = ("-cc", '{"mode": 0, "cudagraph_mode": "NONE"}')
 
 # NVLink multicast is a property of the host that a test must not depend on.
 _NO_MULTICAST = {
@@ -46,6 +46,16 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+def compile_arguments() -> tuple[str, ...]:
+    """Arguments that keep start-up short: no torch.compile and no CUDA graphs.
+
+    ``SPARSE_MLA_SERVE_EAGER=1`` makes it vLLM's ``--enforce-eager``, which turns
+    JIT warm-up and the JIT monitor off too, for where warm-up cannot run.
+    """
+    eager = os.environ.get("SPARSE_MLA_SERVE_EAGER") == "1"
+    return ("--enforce-eager",) if eager else _NO_COMPILE
 
 
 def variant_environment(variant: str) -> dict[str, str]:
@@ -90,7 +100,7 @@ class Server:
     max_num_seqs: int = 64
     kv_cache_gib: float = 4.0
     tensor_parallel_size: int = 1
-    extra_args: Sequence[str] = NO_COMPILE
+    extra_args: Sequence[str] = field(default_factory=compile_arguments)
     extra_env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen | None = field(default=None, init=False)
@@ -201,9 +211,13 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def active_pids(self) -> list[int]:
-        """The process of each line that says the patch set is active, in order."""
+        """The process of each line that says the patch set is active, in order.
+
+        0 stands for a line that does not tell.
+        """
         lines = filter(_ACTIVE_LINE.search, self.log_text().splitlines())
-        return [int(_PID.search(line)[1]) for line in lines]
+        found = (_PID.search(line) for line in lines)
+        return [int(match[1]) if match else 0 for match in found]
 
     def jit_kernels(self) -> list[str]:
         """Kernels that vLLM's JIT monitor saw compiled after warm-up, in order."""
