@@ -25,13 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from serving_report import (
-    gpu_memory_mib,
-    print_table,
-    running_servers,
-    save_csv,
-    variant_list,
-)
+from bench_common import print_table, save_csv
+from serving_common import gpu_memory_mib, running_servers, variant_list
 
 from vllm_sparse_mla.serving.client import Completion, make_prompt, open_session, stream
 from vllm_sparse_mla.serving.scenario import MAX_MODEL_LEN, MODEL

@@ -9,20 +9,21 @@ The model has DeepSeek-V3.2's attention dimensions, random weights, a few layers
 and a small dense feed-forward. One server per variant runs on one GPU; the
 variants are measured in turn within every repetition while the others are idle.
 Times are wall-clock milliseconds at the HTTP client, from sending a request to
-its first token; of several requests at a time, all sent at once, each counts.
+its first token; of several requests at a time, all sent at once, each counts. A
+shape is the length of the prompts in tokens, and how many are sent at a time.
 Needs an SM90 GPU and the package installed beside vLLM.
 
 With ``--model dsv32-16h --ranks 8`` one GPU does the work of one tensor-parallel
 rank of 8, without the all-reduces; the dispatch is told of the other ranks.
 """
 
-import argparse
 import asyncio
 import itertools
 import statistics
 from pathlib import Path
 
-from serving_report import print_table, running_servers, save_csv, variant_list
+from bench_common import argument_parser, print_table, save_csv
+from serving_common import running_servers, variant_list
 
 from vllm_sparse_mla.serving.client import (
     complete,
@@ -81,13 +82,20 @@ async def _check(session, servers, length: int) -> None:
             raise RuntimeError(f"{variant} answers otherwise than {baseline}: {found}")
 
 
-async def measure(servers, folders, lengths, counts, repeat: int) -> list[dict]:
-    """Rows of the table, one per length, number at a time and variant."""
-    shapes = list(itertools.product(lengths, counts))
+def parse_shape(text: str) -> tuple[int, int]:
+    """``2048x8``: prompts of 2048 tokens, 8 at a time."""
+    length, count = map(int, text.split("x"))
+    if length < 1 or count < 1:
+        raise ValueError(f"shape must have positive sizes, got {text!r}.")
+    return length, count
+
+
+async def measure(servers, folders, shapes, repeat: int) -> list[dict]:
+    """Rows of the table, one per shape and variant."""
     times = {(shape, variant): [] for shape in shapes for variant in servers}
     masked = dict.fromkeys(times, 0)
     async with open_session() as session:
-        await _check(session, servers, lengths[0])
+        await _check(session, servers, shapes[0][0])
         for shape, (variant, server) in itertools.product(shapes, servers.items()):
             before = len(read_records(folders[variant]))
             for i in range(WARM_UP_ROUNDS):
@@ -119,16 +127,44 @@ async def measure(servers, folders, lengths, counts, repeat: int) -> list[dict]:
     return rows
 
 
+def _plot(path: Path, rows: list[dict], model: str) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    counts = sorted({row["at a time"] for row in rows})
+    figure, axes = pyplot.subplots(
+        1, len(counts), figsize=(5 * len(counts), 4), squeeze=False
+    )
+    for axis, count in zip(axes[0], counts, strict=True):
+        for variant in dict.fromkeys(row["variant"] for row in rows):
+            chosen = [
+                row
+                for row in rows
+                if (row["at a time"], row["variant"]) == (count, variant)
+            ]
+            axis.loglog(
+                [row["prompt tokens"] for row in chosen],
+                [row["TTFT median ms"] for row in chosen],
+                marker="o",
+                label=variant,
+            )
+        axis.set_title(f"{model}, {count} at a time")
+        axis.set_xlabel("prompt tokens")
+        axis.set_ylabel("time to first token, ms")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    shapes = [f"{n}x{count}" for count in (1, 8) for n in (2048, 4096, 8192, 16384)]
+    parser = argument_parser(__doc__, parse_shape, shapes)
+    parser.set_defaults(repeat=5)
     parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-128h")
     parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384]
-    )
-    parser.add_argument("--at-a-time", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument(
         "--ranks", type=int, default=1, help="tensor-parallel ranks to stand for"
     )
@@ -137,23 +173,22 @@ def main() -> None:
         action="store_true",
         help="opt-in: masked MHA at every length, not only where the table has it",
     )
-    parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     with running_servers(
         args.model,
         args.variants,
         ranks=args.ranks,
         all_lengths=args.all_lengths,
-        max_model_len=max(args.lengths) + 256,
+        max_model_len=max(length for length, _ in args.shapes) + 256,
     ) as (servers, folders):
-        rows = asyncio.run(
-            measure(servers, folders, args.lengths, args.at_a_time, args.repeat)
-        )
+        rows = asyncio.run(measure(servers, folders, args.shapes, args.repeat))
     setting = {"model": args.model, "ranks": args.ranks}
     rows = [setting | {"all lengths": args.all_lengths} | row for row in rows]
     print_table("Time to first token, milliseconds at the HTTP client", rows)
     if args.csv is not None:
         save_csv(args.csv, rows)
+    if args.plot is not None:
+        _plot(args.plot, rows, args.model)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Servers, table and CSV of the serving benchmarks."""
+"""Servers of the serving benchmarks."""
 
 import contextlib
-import csv
-import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from vllm_sparse_mla.serving.probe import probe_environment
 from vllm_sparse_mla.serving.server import VARIANTS, Server
 from vllm_sparse_mla.serving.tiny_model import write_model
-
-_PACKAGES = ("vllm", "vllm-sparse-mla", "torch", "triton", "nvidia-cutlass-dsl")
 
 
 def variant_list(text: str) -> list[str]:
@@ -77,49 +67,12 @@ def running_servers(
                 server.stop()
 
 
-def _nvidia_smi(query: str) -> list[str]:
+def gpu_memory_mib() -> int:
+    """Memory in use on the first GPU, by all processes, in MiB."""
     answer = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=True,
     )
-    return answer.stdout.splitlines()
-
-
-def gpu_memory_mib() -> int:
-    """Memory in use on the first GPU, by all processes, in MiB."""
-    return int(_nvidia_smi("memory.used")[0])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def save_csv(path: Path, rows: Sequence[dict]) -> None:
-    """Write the rows, each with the GPU, versions, date and command."""
-    origin = {
-        "gpu": _nvidia_smi("name")[0],
-        **{package: _version(package) for package in _PACKAGES},
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python3", *sys.argv]),
-    }
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *origin])
-        writer.writeheader()
-        writer.writerows(row | origin for row in rows)
-
-
-def print_table(title: str, rows: Sequence[dict]) -> None:
-    """Print the rows, numbers to three digits behind the point."""
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
-        )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return int(answer.stdout.splitlines()[0])
