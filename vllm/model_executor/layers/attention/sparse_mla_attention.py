@@ -856,6 +856,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         assert output_scale is None
         assert self.masked_mha_available
         assert self.topk_indices_buffer is not None
+        if q.shape[0] == 0:
+            return
         first = attn_metadata.num_decode_tokens
         topk = self.topk_indices_buffer[first : first + q.shape[0]]
         k, v = self._project_kv(kv_c_normed, k_pe)

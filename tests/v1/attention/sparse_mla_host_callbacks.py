@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Packed callbacks run on the host: CuTe compiles them for the CPU.
+
+So a callback's own arithmetic decides which keys a layer attends to, with no GPU.
+"""
+
+import functools
+import operator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from vllm_sparse_mla import reference
+
+
+@functools.cache
+def _host_callback(mask_mod: Any, num_aux_tensors: int) -> Any:
+    """Compile a packed callback for the host: all its answers, row by row."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Int32, Uint32
+
+    from vllm.vllm_flash_attn.cute import utils
+
+    lanes = (mask_mod.__vec_size__,)
+    step = mask_mod.__vec_size__ // 32
+
+    @cute.jit
+    def call(b: Int32, row: Int32, first: Int32, aux_tensors: list):
+        columns = cute.make_rmem_tensor(lanes[0], Int32)
+        for j in cutlass.range_constexpr(lanes[0]):
+            columns[j] = first + j
+        return mask_mod(
+            utils.scalar_to_ssa(b, Int32).broadcast_to(lanes),
+            utils.scalar_to_ssa(Int32(0), Int32).broadcast_to(lanes),
+            utils.scalar_to_ssa(row, Int32).broadcast_to(lanes),
+            columns.load(),
+            None,
+            aux_tensors,
+        )
+
+    @cute.jit
+    def run(mask: cute.Tensor, key_starts: cute.Tensor | None, out: cute.Tensor):
+        aux_tensors = [mask]
+        if cutlass.const_expr(key_starts is not None):
+            aux_tensors = [mask, key_starts]
+        for b in range(out.shape[0]):
+            for row in range(out.shape[1]):
+                for group in range(out.shape[2] // step):
+                    kept = cute.make_rmem_tensor(step, dtype=Uint32)
+                    kept.store(call(b, row, group * lanes[0], aux_tensors))
+                    for i in cutlass.range_constexpr(step):
+                        out[b, row, group * step + i] = Int32(kept[i])
+
+    def example(ndim: int) -> Any:
+        return _to_cute(torch.empty((2, 2, 8)[:ndim], dtype=torch.int32))
+
+    starts = example(1) if num_aux_tensors > 1 else None
+    # Upstream's offset callback shifts by inline PTX, which no host runs.
+    with mock.patch.object(utils, "shr_u32", operator.rshift):
+        return cute.compile(run, example(3), starts, example(3))
+
+
+def _to_cute(tensor: torch.Tensor) -> Any:
+    from cutlass.cute.runtime import from_dlpack
+
+    return from_dlpack(tensor, assumed_align=4).mark_layout_dynamic(tensor.ndim - 1)
+
+
+def columns_kept(
+    mask_mod: Any, aux_tensors: list[torch.Tensor], rows: int, num_columns: int
+) -> torch.Tensor:
+    """What a callback answers for columns ``[0, num_columns)``, run on the host.
+
+    Returns:
+        int32 ``[batch, rows, words]``, a packed mask of the columns.
+    """
+    mask, key_starts = [*aux_tensors, None][:2]
+    words = 4 * -(-num_columns // 128)
+    out = mask.new_zeros(mask.shape[0], rows, words)
+    if out.numel():
+        run = _host_callback(mask_mod, len(aux_tensors))
+        starts = None if key_starts is None else _to_cute(key_starts)
+        run(_to_cute(mask), starts, _to_cute(out))
+    return out
+
+
+def attend_on_host(**kwargs: Any) -> Any:
+    """FA4 on the host: its callback decides, the reference attends."""
+    kept = columns_kept(
+        kwargs["mask_mod"],
+        kwargs["aux_tensors"],
+        kwargs["max_seqlen_q"],
+        kwargs["max_seqlen_k"],
+    )
+
+    def dense_mask_mod() -> None:
+        """Stand for "the mask of the columns themselves"."""
+
+    plain = dict(
+        mask_mod=dense_mask_mod, aux_tensors=[kept], aux_tensor_leading_dims=[2]
+    )
+    return reference.flash_attn_varlen_func(**kwargs | plain)

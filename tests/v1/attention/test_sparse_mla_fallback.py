@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What happens when a mask workspace is too small, and exactly when."""
+
+import logging
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    _masked_mha_workspace_fits,
+    _topk_mask_shape,
+)
+
+SPANS = [(0, 64, 130), (1, 256, 300)]
+LONG_SPANS = [(0, 37, 110), (1, 250, 300), (2, 5, 260)]
+
+
+@pytest.fixture
+def world(sparse_mla):
+    return sparse_mla.world([300] * 3)
+
+
+@pytest.mark.parametrize("spans", [SPANS, LONG_SPANS], ids=["two", "three"])
+def test_ranges_begin_one_word_below_the_documented_size(world, sparse_mla, spans):
+    longest = max(stop - start for _, start, stop in spans)
+    batch, rows, words = _topk_mask_shape(
+        len(spans), longest, 300, reserve_key_starts_word=True
+    )
+    outputs = []
+    for numel, callback in (
+        (batch * rows * words, "offset_dense_mask_mod"),
+        (batch * rows * words - 1, "dense_mask_mod"),
+    ):
+        sparse_mla.calls.clear()
+        step = world.step(spans, chunk_rows=96, mask_words=numel)
+        assert world.impl.masked_mha_workspace_fits(step.metadata.prefill)
+        outputs.append(world.run(step))
+        assert {call.callback for call in sparse_mla.calls} == {callback}
+    if spans is SPANS:  # aligned, so stock gives it too
+        assert torch.equal(*outputs)
+
+
+@pytest.mark.stock_fails("stock loses keys in the mask of whole sequences")
+def test_both_ways_give_the_same_bits_at_unaligned_contexts(world):
+    words = world.whole_mask_words(LONG_SPANS)
+    whole, ranges = (
+        world.run(world.step(LONG_SPANS, chunk_rows=96, mask_words=numel))
+        for numel in (words, words - 1)
+    )
+    assert torch.equal(whole, ranges)
+
+
+def test_the_smallest_workspace_is_that_of_the_largest_range(world):
+    prefill = world.step(SPANS, chunk_rows=96).metadata.prefill
+    longest_chunk = max(c.max_seq_len for c in prefill.chunked_context.chunks)
+    batch, rows, words = _topk_mask_shape(2, 66, max(66, longest_chunk))
+    fits = batch * rows * words
+    assert _masked_mha_workspace_fits(2, 66, longest_chunk, fits)
+    assert not _masked_mha_workspace_fits(2, 66, longest_chunk, fits - 1)
+    step = world.step(SPANS, chunk_rows=96, mask_words=fits)
+    assert world.impl.masked_mha_workspace_fits(step.metadata.prefill)
+    world.assert_right(step, world.run(step))
+
+
+@pytest.mark.parametrize("spans", [[(0, 0, 130)], SPANS], ids=["pure", "context"])
+def test_a_workspace_for_no_mask_is_an_error_before_attention(world, sparse_mla, spans):
+    step = world.step(spans, chunk_rows=96, mask_words=64)
+    assert not world.impl.masked_mha_workspace_fits(step.metadata.prefill)
+    with pytest.raises(ValueError, match="workspace"):
+        world.run(step)
+    assert sparse_mla.calls == []
+
+
+@pytest.mark.stock_fails("stock's message has no words needed and no words there")
+def test_the_reason_for_mqa_is_logged_once_with_both_sizes(world, monkeypatch, caplog):
+    impl = sparse_mla_attention.SparseMLACommonImpl
+    monkeypatch.setattr(impl, "_workspace_fallback_logged", False, raising=False)
+    monkeypatch.setattr(sparse_mla_attention.logger, "propagate", True)
+    caplog.set_level(logging.WARNING)
+    prefill = world.step([(0, 0, 130)], mask_words=64).metadata.prefill
+    for _ in range(3):
+        assert not world.impl.masked_mha_workspace_fits(prefill)
+    messages = [r.getMessage() for r in caplog.records if "top-k mask" in r.message]
+    assert len(messages) == 1
+    batch, rows, words = _topk_mask_shape(1, 130, 130)
+    assert f"needs {batch * rows * words} int32 words" in messages[0]
+    assert "holds 64" in messages[0]
+
+
+def test_no_workspace_means_no_masked_mha(world):
+    prefill = world.step(SPANS).metadata.prefill
+    prefill.topk_mask_workspace = None
+    assert not world.impl.masked_mha_workspace_fits(prefill)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The layer's masked prefill against a float64 oracle that never sees a mask.
+
+Each run starts from a mask workspace full of ones between canary words, and from NaN
+in the output, the context workspace and every cache row that holds no context.
+"""
+
+import pytest
+import torch
+
+INT32_MAX = 2**31 - 1
+OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"
+UNALIGNED = "stock's offset callback loses keys where a context is no multiple of 32"
+
+# (prompt, start, stop) of each prefill request; prompts have 420 tokens.
+PURE = {
+    "one-token": [(0, 0, 1)],
+    "one-request": [(0, 0, 200)],
+    "one-tile": [(0, 0, 128)],
+    "past-one-tile": [(0, 0, 129)],
+    "unequal": [(0, 0, 70), (1, 0, 1), (2, 0, 130)],
+    "empty-first": [(0, 0, 0), (1, 0, 70)],
+    "empty-middle": [(0, 0, 33), (1, 0, 0), (2, 0, 70)],
+    "empty-last": [(0, 0, 33), (1, 0, 0)],
+}
+CONTEXT = {
+    "aligned": [(0, 128, 200)],
+    "unaligned": [(0, 37, 130)],
+    "one-query": [(0, 299, 300)],
+    "all-have-context": [(0, 37, 130), (1, 250, 300), (2, 129, 131)],
+    "first-has-none": [(0, 0, 60), (1, 250, 300)],
+    "middle-has-none": [(0, 37, 60), (1, 0, 50), (2, 401, 420)],
+    "last-has-none": [(0, 300, 340), (1, 0, 5)],
+    "empty-first": [(0, 90, 90), (1, 250, 300)],
+    "empty-middle": [(0, 37, 130), (1, 150, 150), (2, 301, 345)],
+    "empty-last": [(0, 250, 300), (1, 37, 37)],
+}
+# Few queries may miss the keys that stock loses.
+STOCK_HOLDS = ("aligned", "one-query", "middle-has-none")
+ONE_CHUNK, SMALL_CHUNKS = 4096, 96
+
+
+def table(cases, stock_holds=None):
+    for name, spans in cases.items():
+        fails = stock_holds is not None and name not in stock_holds
+        marks = [pytest.mark.stock_fails(UNALIGNED)] if fails else []
+        yield pytest.param(spans, id=name, marks=marks)
+
+
+@pytest.fixture
+def world(sparse_mla):
+    return sparse_mla.world([420] * 3)
+
+
+@pytest.mark.parametrize("decodes", [0, 3], ids=["no-decodes", "decodes-in-front"])
+@pytest.mark.parametrize("spans", table(PURE))
+def test_pure_prefill(world, sparse_mla, spans, decodes):
+    step = world.step(spans, decodes=decodes)
+    world.assert_right(step, world.run(step))
+    assert [call.callback for call in sparse_mla.calls] == ["dense_mask_mod"]
+
+
+@pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, SMALL_CHUNKS])
+@pytest.mark.parametrize("spans", table(CONTEXT, STOCK_HOLDS))
+def test_context_with_one_mask_of_whole_sequences(world, sparse_mla, spans, chunk_rows):
+    step = world.step(spans, chunk_rows=chunk_rows)
+    world.assert_right(step, world.run(step))
+    chunks = step.metadata.prefill.chunked_context.chunks
+    callbacks = [call.callback for call in sparse_mla.calls]
+    assert callbacks == ["offset_dense_mask_mod"] * (1 + len(chunks))
+
+
+@pytest.mark.parametrize("spans", table(CONTEXT))
+def test_context_with_one_mask_a_range(world, sparse_mla, spans):
+    words = world.whole_mask_words(spans) - 1
+    step = world.step(spans, chunk_rows=SMALL_CHUNKS, mask_words=words)
+    if not world.impl.masked_mha_workspace_fits(step.metadata.prefill):
+        pytest.skip("the ranges' masks are as large as that of the whole sequences")
+    world.assert_right(step, world.run(step))
+    assert {call.callback for call in sparse_mla.calls} == {"dense_mask_mod"}
+
+
+@pytest.mark.stock_fails("stock hands FA4 a batch without query tokens")
+@pytest.mark.parametrize("start", [0, 37], ids=["pure", "context"])
+def test_requests_without_any_query_token_launch_nothing(world, sparse_mla, start):
+    step = world.step([(0, start, start), (1, start, start)])
+    assert world.run(step).numel() == 0
+    assert sparse_mla.calls == []
+
+
+@pytest.mark.stock_fails(UNALIGNED)
+def test_decodes_in_front_of_contexts(world):
+    step = world.step(CONTEXT["all-have-context"], decodes=5, chunk_rows=SMALL_CHUNKS)
+    world.assert_right(step, world.run(step))
+
+
+def duplicates(rows):
+    rows[:, 1::2] = rows[:, ::2]
+
+
+def only_minus_one(rows):
+    rows[::3] = -1
+
+
+def minus_one_anywhere(rows):
+    rows[:, ::2] = -1
+
+
+def keys_after_the_query(rows):
+    rows[:, 2] = 419
+
+
+def hostile(rows):
+    rows[:, 0] = INT32_MAX
+    rows[:, 3] = -(2**31)
+    rows[:, 5] = 420
+    rows[:, 7] = 4097
+
+
+def check_changed_rows(world, spans, change, per_range=False):
+    for rows in world.topk:
+        change(rows)
+    words = world.whole_mask_words(spans) - per_range
+    step = world.step(spans, chunk_rows=SMALL_CHUNKS, mask_words=words)
+    output = world.run(step)
+    world.assert_right(step, output)
+    without_keys = (step.topk < 0).all(dim=-1)
+    assert (output[without_keys] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "change", [duplicates, minus_one_anywhere, only_minus_one, keys_after_the_query]
+)
+@pytest.mark.parametrize(
+    "spans",
+    [
+        pytest.param([(0, 0, 70), (1, 0, 130)], id="pure"),
+        pytest.param([(0, 64, 130), (1, 0, 50), (2, 256, 300)], id="context"),
+    ],
+)
+def test_rows_of_every_kind(world, spans, change):
+    check_changed_rows(world, spans, change)
+
+
+def test_rows_of_only_minus_one_a_range(world):
+    spans = [(0, 64, 130), (1, 0, 50), (2, 256, 300)]
+    check_changed_rows(world, spans, only_minus_one, per_range=True)
+
+
+@pytest.mark.stock_fails(OUT_OF_RANGE, run=False)
+@pytest.mark.parametrize(
+    ("spans", "per_range"),
+    [
+        pytest.param([(0, 0, 70), (1, 0, 130)], False, id="pure"),
+        pytest.param([(0, 37, 130), (1, 0, 50)], False, id="whole"),
+        pytest.param([(0, 37, 130), (1, 250, 300)], True, id="per-range"),
+    ],
+)
+def test_hostile_indices(world, spans, per_range):
+    check_changed_rows(world, spans, hostile, per_range)
+
+
+@pytest.mark.parametrize("in_context", [True, False], ids=["context", "suffix"])
+@pytest.mark.parametrize("per_range", [False, True], ids=["whole", "per-range"])
+def test_rows_without_any_key_in_a_range(world, in_context, per_range):
+    """All keys of every other row lie on one side of the context's end."""
+    start, stop = 288, 340
+    keys = torch.arange(8) if in_context else torch.full((8,), start)
+    world.topk[0][::2] = -1
+    world.topk[0][::2, :8] = keys.int().to(world.device)
+    spans = [(0, start, stop)]
+    words = world.whole_mask_words(spans) - per_range
+    step = world.step(spans, chunk_rows=SMALL_CHUNKS, mask_words=words)
+    world.assert_right(step, world.run(step))
+
+
+def test_sequences_within_the_topk_take_the_dense_path(world, monkeypatch):
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
+
+    seen = []
+    monkeypatch.setattr(
+        MLACommonBaseImpl, "forward_mha", lambda self, *args: seen.append(args)
+    )
+    impl = world.impl
+    impl._sparse_mla_force_masked_mha = False
+    world.run(world.step([(0, 0, world.dims.index_topk)]))
+    assert len(seen) == 1
+    impl._sparse_mla_force_dense_mha = True
+    world.run(world.step([(0, 0, 100)]))
+    assert len(seen) == 2
+
+
+def test_context_parallelism_is_refused(world):
+    world.impl.dcp_world_size = 2
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        world.run(world.step(CONTEXT["unaligned"]))
+
+
+@pytest.mark.stock_fails(UNALIGNED)
+def test_dimensions_of_a_real_model(sparse_mla):
+    dims = sparse_mla.dims(
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        index_topk=64,
+    )
+    world = sparse_mla.world([200, 200], dims=dims, block_size=64)
+    step = world.step([(0, 101, 140), (1, 0, 77)], chunk_rows=64)
+    world.assert_right(step, world.run(step))
+
+
+@pytest.mark.stock_fails(UNALIGNED)
+def test_a_layer_without_rope(sparse_mla):
+    dims = sparse_mla.dims(
+        qk_nope_head_dim=256, qk_rope_head_dim=0, v_head_dim=256, kv_lora_rank=512
+    )
+    world = sparse_mla.world([200], dims=dims)
+    step = world.step([(0, 101, 180)], chunk_rows=64)
+    world.assert_right(step, world.run(step))
