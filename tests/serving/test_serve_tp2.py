@@ -16,10 +16,10 @@ pytestmark = pytest.mark.gpu
 
 # Server names: variant and tensor-parallel size.
 SERVERS = {
-    "stock tp1": ("stock", 1),
-    "stock tp2": ("stock", 2),
-    "opt-in tp1": ("opt-in", 1),
-    "opt-in tp2": ("opt-in", 2),
+    "stock-tp1": ("stock", 1),
+    "stock-tp2": ("stock", 2),
+    "opt-in-tp1": ("opt-in", 1),
+    "opt-in-tp2": ("opt-in", 2),
 }
 
 
@@ -47,24 +47,24 @@ def answers(tp_servers):
 def test_two_gpus_answer_as_one(answers, index):
     # What stock changes between one and two GPUs is rounding, not an error.
     budget = scenario.noise_budget(
-        answers["stock tp1"].by_prompt(), answers["stock tp2"].by_prompt()
+        answers["stock-tp1"].by_prompt(), answers["stock-tp2"].by_prompt()
     )
-    one, two = (answers[n].by_prompt()[index] for n in ("opt-in tp1", "opt-in tp2"))
+    one, two = (answers[n].by_prompt()[index] for n in ("opt-in-tp1", "opt-in-tp2"))
     assert between(one, two).within(budget), (between(one, two), budget)
-    stock = answers["stock tp2"].by_prompt()[index]
+    stock = answers["stock-tp2"].by_prompt()[index]
     assert between(stock, two).within(budget), (between(stock, two), budget)
 
 
 def test_dispatch_sees_all_heads_of_the_model(answers, serve_folder):
     """64 heads a rank: admitted only because the model has 128 in total."""
-    calls = read_records(serve_folder / "opt-in tp2")
+    calls = read_records(serve_folder / "opt-in-tp2")
     assert {c["num_heads"] for c in calls} == {64}
     assert len({c["pid"] for c in calls}) == 2
-    assert {c["num_heads"] for c in read_records(serve_folder / "opt-in tp1")} == {128}
+    assert {c["num_heads"] for c in read_records(serve_folder / "opt-in-tp1")} == {128}
 
 
 def test_each_worker_says_that_it_is_active(tp_servers):
-    server = tp_servers["opt-in tp2"]
+    server = tp_servers["opt-in-tp2"]
     processes = [server.process.pid, *(p.pid for p in server.engine_processes())]
     assert len(processes) == 4
     assert sorted(server.active_pids()) == sorted(processes)
@@ -82,7 +82,7 @@ def test_killed_worker_ends_as_in_stock(tp_servers):
         return exit_status, refused.ok
 
     async def kill_both():
-        return await asyncio.gather(kill("stock tp2"), kill("opt-in tp2"))
+        return await asyncio.gather(kill("stock-tp2"), kill("opt-in-tp2"))
 
     stock, opt_in = asyncio.run(kill_both())
     assert stock == opt_in
