@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""House rules of the kernel benchmarks: arguments, timing, table, CSV, plot.
+
+Variants are timed in turn within every repetition, over buffers that rotate through
+more memory than the L2 cache holds. A spinning kernel goes first, so that all launches
+of a sample are queued before the first one runs: the host's time between launches does
+not count. Medians are given with the 10th and 90th percentile.
+"""
+
+import argparse
+import csv
+import importlib.util
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("vllm", "torch", "triton", "nvidia-cutlass-dsl")
+SPIN_ATTEMPTS = 5
+SPIN_CYCLES_PER_US = 2000  # above any clock of a GPU, so a spin lasts long enough
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Device microseconds of one launch, and host microseconds to launch it."""
+
+    samples: tuple[float, ...]
+    host_us: float
+
+    @property
+    def median_us(self) -> float:
+        """Median over the repetitions."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread_us(self) -> tuple[float, float]:
+        """10th and 90th percentile over the repetitions."""
+        ordered = sorted(self.samples)
+        last = len(ordered) - 1
+        return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+
+
+def argument_parser(
+    doc: str, parse_shape: Callable[[str], object], shapes: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Parser with the options that every benchmark has.
+
+    Args:
+        doc: module docstring; its first line describes the program.
+        parse_shape: turns one word of ``--shapes`` into a shape, or raises ValueError.
+        shapes: default words of ``--shapes``.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=parse_shape,
+        default=[parse_shape(text) for text in shapes],
+        help=f"default: {' '.join(shapes)}",
+    )
+    parser.add_argument("--csv", type=Path, help="file to write the rows to")
+    parser.add_argument("--plot", type=Path, help="PNG file to draw (needs matplotlib)")
+    parser.add_argument(
+        "--repeat", type=int, default=20, help="samples of each variant (default: 20)"
+    )
+    return parser
+
+
+def require_gpu() -> torch.device:
+    """The device to measure on; ends the program where there is none."""
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs an NVIDIA GPU, and torch sees none.")
+    return torch.device("cuda")
+
+
+def activate_overlay() -> None:
+    """Put the patch set in force, as vLLM's plugin loader does, or fail."""
+    os.environ["VLLM_SPARSE_MLA_STRICT"] = "1"
+    from vllm_sparse_mla.plugin import register
+
+    register()
+
+
+def load_stock_module(name: str) -> ModuleType:
+    """Execute a vLLM module's own file, whatever the overlay puts in its place.
+
+    Args:
+        name: such as ``vllm.model_executor.layers.attention.sparse_mla_attention``.
+    """
+    import vllm
+
+    root = Path(vllm.__file__).parent
+    path = root.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    private = f"_stock_{path.stem}"
+    spec = importlib.util.spec_from_file_location(private, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[private] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def num_buffers(bytes_per_call: int) -> int:
+    """Buffers to rotate through so that a call finds none of its own in L2."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    return min(max(math.ceil(3 * l2_bytes / bytes_per_call) + 1, 3), 64)
+
+
+def time_interleaved(
+    variants: Mapping[str, Callable[[int], object]], buffers: int, repeat: int
+) -> dict[str, Timing]:
+    """Time variants in turn, `repeat` samples each.
+
+    Args:
+        variants: by name, a function that launches on buffer number `i`.
+        buffers: how many there are; a sample launches once on each.
+        repeat: samples of each variant.
+    """
+    host_us = {}
+    for name, launch in variants.items():
+        for _ in range(2):  # the first pass compiles and warms up
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for i in range(buffers):
+                launch(i)
+            host_us[name] = (time.perf_counter() - start) * 1e6 / buffers
+        torch.cuda.synchronize()
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeat):
+        for name, launch in variants.items():
+            samples[name].append(_sample(launch, buffers, host_us[name]))
+    return {
+        name: Timing(tuple(values), host_us[name]) for name, values in samples.items()
+    }
+
+
+def _sample(launch: Callable[[int], object], buffers: int, host_us: float) -> float:
+    spin_us = 2 * host_us * buffers + 100
+    for _ in range(SPIN_ATTEMPTS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(spin_us * SPIN_CYCLES_PER_US))
+        start.record()
+        for i in range(buffers):
+            launch(i)
+        end.record()
+        waited = not start.query()
+        end.synchronize()
+        if waited:
+            return start.elapsed_time(end) * 1e3 / buffers
+        spin_us *= 2
+    raise RuntimeError(
+        f"the GPU did not wait for the host in {SPIN_ATTEMPTS} attempts; run again on "
+        "an idle host"
+    )
+
+
+def copy_floor(bytes_per_call: int, buffers: int) -> Callable[[int], object]:
+    """A device copy that reads and writes `bytes_per_call` bytes in all."""
+    words = max(bytes_per_call // 8, 1)
+    pairs = [
+        (
+            torch.randint(2**31 - 1, (words,), dtype=torch.int32, device="cuda"),
+            torch.empty(words, dtype=torch.int32, device="cuda"),
+        )
+        for _ in range(buffers)
+    ]
+
+    def launch(i: int) -> object:
+        source, target = pairs[i]
+        return target.copy_(source)
+
+    return launch
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        module = sys.modules.get(package.replace("-", "_"))
+        return getattr(module, "__version__", "unknown")
+
+
+def origin() -> dict[str, str]:
+    """Where and how the rows came about: GPU, versions, date, command."""
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver[0] if driver else "unknown",
+        **{package: _version(package) for package in PACKAGES},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python3", *sys.argv]),
+    }
+
+
+def save_csv(path: Path, rows: Sequence[dict]) -> None:
+    """Write the rows, each with what `origin` says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    extra = origin()
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *extra])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: _text(v) for name, v in (row | extra).items()})
+
+
+def _text(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def print_table(title: str, rows: Sequence[dict]) -> None:
+    """Print the rows: a ruled table on a terminal, aligned text in a pipe."""
+    if sys.stdout.isatty():
+        table = Table(title=title)
+        for name in rows[0]:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*map(_text, row.values()))
+        Console().print(table)
+        return
+    lines = [list(rows[0]), *([_text(v) for v in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    print(title)
+    for line in lines:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))

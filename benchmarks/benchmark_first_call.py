@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What does the first prompt of each length pay to have its mask built?
+
+    python3 benchmarks/benchmark_first_call.py --csv first.csv --plot first.png
+
+After a warm-up, each variant builds the masks of distinct prompt lengths, each twice.
+Times are wall-clock milliseconds from the call to the finished mask. ``stock`` warms
+up by building one mask of another length, as do ``triton`` and ``cutedsl``, the latter
+after vLLM's start-up compilation of its warm-up keys. Triton and the CuTe DSL begin
+with empty caches on disk. Compilations are counted by Triton's hook and around
+``cute.compile``.
+"""
+
+import itertools
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from bench_common import (
+    activate_overlay,
+    argument_parser,
+    load_stock_module,
+    print_table,
+    require_gpu,
+    save_csv,
+)
+
+MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
+TOPK = 2048
+WARM_UP_LENGTH = 3000
+SHORTEST, LONGEST, COUNT = 2049, 16384, 50
+
+
+def default_lengths() -> list[int]:
+    """Distinct prompt lengths, the same in every run."""
+    everything = [n for n in range(SHORTEST, LONGEST) if n != WARM_UP_LENGTH]
+    return random.Random(0).sample(everything, COUNT)
+
+
+@contextmanager
+def counted_compilations() -> Iterator[Callable[[], int]]:
+    """Yield a function that tells how many kernels were compiled so far."""
+    import cutlass.cute as cute
+    from triton import knobs
+
+    count = itertools.count()
+    state = {"compilations": next(count)}
+
+    def bump(*args, **kwargs) -> None:
+        state["compilations"] = next(count)
+
+    original, hook = cute.compile, knobs.runtime.jit_post_compile_hook
+
+    def counting(*args, **kwargs):
+        bump()
+        return original(*args, **kwargs)
+
+    cute.compile = counting
+    knobs.runtime.jit_post_compile_hook = bump
+    try:
+        yield lambda: state["compilations"]
+    finally:
+        cute.compile = original
+        knobs.runtime.jit_post_compile_hook = hook
+
+
+def make_builders() -> dict[str, Callable]:
+    """By variant, a function of top-k rows, cumulative lengths, length and mask."""
+    from vllm.model_executor.layers.attention import sparse_mla_attention as ours
+
+    stock = load_stock_module(MODULE)
+
+    def build_stock(topk, cu_q_lens, length, out):
+        stock._build_topk_mask([topk], [length], length, length, out)
+
+    def build_triton(topk, cu_q_lens, length, out):
+        ours._build_topk_mask_triton(
+            topk, cu_q_lens, length, length, out, None, None, None
+        )
+
+    def build_cutedsl(topk, cu_q_lens, length, out):
+        ours._build_packed_topk_mask(topk, cu_q_lens, length, length, out)
+
+    return {"stock": build_stock, "triton": build_triton, "cutedsl": build_cutedsl}
+
+
+def warm_up_cutedsl() -> None:
+    """Compile what vLLM's start-up would."""
+    from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
+        TOPK_MASK_KERNEL,
+    )
+
+    config = SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=TOPK))
+    TOPK_MASK_KERNEL.warmup(SimpleNamespace(model_config=config))
+
+
+def make_inputs(length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-k rows of one request, in any order, and its cumulative length."""
+    topk = torch.randint(length, (length, TOPK), dtype=torch.int32, device=device)
+    return topk, torch.tensor([0, length], dtype=torch.int32, device=device)
+
+
+def is_correct(topk: torch.Tensor, out: torch.Tensor, length: int) -> bool:
+    """Compare a few rows with booleans that the indices were scattered into."""
+    for row in {0, length // 2, length - 1}:
+        grid = torch.zeros(out.shape[2] * 32, dtype=torch.bool, device=out.device)
+        grid[topk[row].long()] = True
+        weights = 1 << torch.arange(32, device=out.device)
+        words = (grid.view(-1, 32) * weights).sum(-1).int()
+        if not torch.equal(words, out[0, row]):
+            return False
+    return True
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Milliseconds of one call, to the end of its work on the device."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure(lengths: list[int], repeat: int, device) -> list[dict]:
+    """One row for each length and variant."""
+    from vllm.model_executor.layers.attention.sparse_mla_attention import (
+        _topk_mask_shape,
+    )
+
+    builders = make_builders()
+    warm_up_cutedsl()
+    workspace = torch.empty(1 << 25, dtype=torch.int32, device=device)
+    rows = []
+    with counted_compilations() as compilations:
+        for length in (WARM_UP_LENGTH, *lengths):
+            topk, cu_q_lens = make_inputs(length, device)
+            shape = _topk_mask_shape(1, length, length)
+            out = workspace[: shape[1] * shape[2]].view(shape)
+            for name, build in builders.items():
+                out.fill_(0)
+
+                def call(build=build, topk=topk, cu=cu_q_lens, n=length, out=out):
+                    build(topk, cu, n, out)
+
+                before = compilations()
+                first = timed(call)
+                compiled = compilations() - before
+                if not is_correct(topk, out, length):
+                    raise RuntimeError(f"{name} builds a wrong mask for {length} keys")
+                again = statistics.median(timed(call) for _ in range(repeat))
+                if length != WARM_UP_LENGTH:
+                    rows.append(
+                        {
+                            "length": length,
+                            "variant": name,
+                            "first call ms": first,
+                            "later calls ms": again,
+                            "compilations": compiled,
+                        }
+                    )
+    return rows
+
+
+def summarise(rows: list[dict]) -> list[dict]:
+    """One row for each variant."""
+    table = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        found = [row for row in rows if row["variant"] == name]
+        first = [row["first call ms"] for row in found]
+        table.append(
+            {
+                "variant": name,
+                "lengths": len(found),
+                "compilations": sum(row["compilations"] for row in found),
+                "first call ms, median": statistics.median(first),
+                "fastest": min(first),
+                "slowest": max(first),
+                "later calls ms, median": statistics.median(
+                    row["later calls ms"] for row in found
+                ),
+            }
+        )
+    return table
+
+
+def draw(path: Path, rows: list[dict]) -> None:
+    """First-call time against the length, one mark per prompt."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        found = [row for row in rows if row["variant"] == name]
+        axes.plot(
+            [row["length"] for row in found],
+            [row["first call ms"] for row in found],
+            linestyle="",
+            marker="o",
+            label=name,
+        )
+    axes.set_yscale("log")
+    axes.set_xlabel("prompt tokens")
+    axes.set_ylabel("first call, milliseconds")
+    axes.set_title(f"First mask of each length, {torch.cuda.get_device_name()}")
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Command line."""
+    shapes = list(map(str, default_lengths()))
+    parser = argument_parser(__doc__, int, shapes)
+    args = parser.parse_args()
+    device = require_gpu()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
+        activate_overlay()
+        torch.manual_seed(0)
+        rows = measure(args.shapes, args.repeat, device)
+    print_table(
+        f"First mask of each prompt length, {torch.cuda.get_device_name()}",
+        summarise(rows),
+    )
+    if args.csv is not None:
+        save_csv(args.csv, rows)
+    if args.plot is not None:
+        draw(args.plot, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How long does it take to build the bit-packed top-k mask, and how near is the floor?
+
+    python3 benchmarks/benchmark_topk_mask_build.py --csv build.csv --plot build.png
+
+Variants: ``stock`` is the installed vLLM's function, ``triton`` and ``cutedsl`` are
+this project's kernels, ``floor`` is a device copy that moves as many bytes as the mask
+needs (the valid top-k rows read once, the mask written once). A shape is
+``requests x queries in all x keys``; several requests are of unequal length. Rows hold
+keys in order (``sorted``), in any order (``shuffled``), or in any order with -1 in the
+second half (``half-empty``). Every mask is compared with a dense boolean grid before
+anything is timed.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from bench_common import (
+    activate_overlay,
+    argument_parser,
+    copy_floor,
+    load_stock_module,
+    num_buffers,
+    print_table,
+    require_gpu,
+    save_csv,
+    time_interleaved,
+)
+
+MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
+ROW_KINDS = ("sorted", "shuffled", "half-empty")
+DEFAULT_SHAPES = (
+    *(
+        f"1x{queries}x{keys}"
+        for queries in (1024, 4096, 8192)
+        for keys in (2048, 8192, 32768, 131072)
+    ),
+    "8x4096x8192",
+    "8x8192x32768",
+)
+# Shares of 8 requests; the longest, a quarter, keeps whole tiles of 256 rows, as stock
+# places rows right only then.
+SHARES = (8, 5, 4, 4, 3, 3, 3, 2)
+POISON = 0x5A5A5A5A
+CHECK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Requests, their queries in all, keys of each."""
+
+    requests: int
+    queries: int
+    keys: int
+
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.queries}x{self.keys}"
+
+    @property
+    def q_lens(self) -> list[int]:
+        """Query lengths of the requests."""
+        if self.requests == 1:
+            return [self.queries]
+        return [self.queries * share // sum(SHARES) for share in SHARES]
+
+
+def parse_shape(text: str) -> Shape:
+    """Argument type of ``--shapes``."""
+    shape = Shape(*map(int, text.split("x")))
+    if shape.requests not in (1, len(SHARES)) or shape.queries % 1024:
+        raise ValueError(
+            f"a shape must have 1 or {len(SHARES)} requests and a multiple of 1024 "
+            f"queries, got {text}"
+        )
+    return shape
+
+
+def make_rows(rows: int, topk: int, keys: int, kind: str, device) -> torch.Tensor:
+    """Top-k rows of distinct keys, one from each of `topk` equal strata."""
+    width = keys // topk
+    index = torch.arange(topk, device=device) * width
+    index = index + torch.randint(width, (rows, topk), device=device)
+    if kind != "sorted":
+        index = index.gather(1, torch.rand(rows, topk, device=device).argsort(1))
+    if kind == "half-empty":
+        index[:, topk // 2 :] = -1
+    return index.int()
+
+
+@dataclass
+class Case:
+    """Tensors of one shape and kind of rows, in as many copies as buffers rotate."""
+
+    shape: Shape
+    topk: list[torch.Tensor]
+    outs: list[torch.Tensor]
+    cu_q_lens: torch.Tensor
+    q_lens: list[int]
+    num_bytes: int
+    per_request: list[list[torch.Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.per_request = [list(topk.split(self.q_lens)) for topk in self.topk]
+
+    @property
+    def max_q_len(self) -> int:
+        """Longest request."""
+        return max(self.q_lens)
+
+
+def make_case(shape: Shape, kind: str, topk: int, mask_shape: Callable, device) -> Case:
+    """Allocate a case; `mask_shape` is ``_topk_mask_shape``."""
+    q_lens = shape.q_lens
+    out_shape = mask_shape(shape.requests, max(q_lens), shape.keys)
+    first = make_rows(sum(q_lens), topk, shape.keys, kind, device)
+    words = shape.requests * max(q_lens) * out_shape[2]
+    num_bytes = 4 * (first.numel() + words)
+    buffers = num_buffers(num_bytes)
+    return Case(
+        shape=shape,
+        topk=[first, *(first.clone() for _ in range(buffers - 1))],
+        outs=[
+            torch.full(out_shape, POISON, dtype=torch.int32, device=device)
+            for _ in range(buffers)
+        ],
+        cu_q_lens=torch.tensor(
+            [0, *itertools.accumulate(q_lens)], dtype=torch.int32, device=device
+        ),
+        q_lens=q_lens,
+        num_bytes=num_bytes,
+    )
+
+
+def is_correct(case: Case, out: torch.Tensor) -> bool:
+    """Compare a mask with booleans that the indices were scattered into."""
+    num_words = out.shape[2]
+    weights = 1 << torch.arange(32, device=out.device)
+    for request, rows in enumerate(case.per_request[0]):
+        for first in range(0, case.max_q_len, CHECK_ROWS):
+            words = out[request, first : min(first + CHECK_ROWS, case.max_q_len)]
+            grid = torch.zeros(
+                (len(words), num_words * 32 + 1), dtype=torch.bool, device=out.device
+            )
+            index = rows[first : first + CHECK_ROWS].long()
+            index = torch.where(index < 0, num_words * 32, index)
+            grid[: len(index)].scatter_(1, index, True)
+            bits = grid[:, :-1].view(len(words), num_words, 32)
+            if not torch.equal((bits * weights).sum(-1).int(), words):
+                return False
+    return True
+
+
+@functools.cache
+def stock_module():
+    """The installed vLLM's module, as if the overlay were not there."""
+    return load_stock_module(MODULE)
+
+
+def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], object]]:
+    """Functions that build the mask in buffer `i`, by name."""
+    from vllm.model_executor.layers.attention import sparse_mla_attention as ours
+
+    sizes = case.max_q_len, case.shape.keys
+
+    def stock(i: int) -> object:
+        return stock_module()._build_topk_mask(
+            case.per_request[i], case.q_lens, *sizes, case.outs[i]
+        )
+
+    def triton(i: int) -> object:
+        return ours._build_topk_mask_triton(
+            case.topk[i], case.cu_q_lens, *sizes, case.outs[i], None, None, None
+        )
+
+    def front(i: int) -> object:
+        return ours._build_packed_topk_mask(
+            case.topk[i], case.cu_q_lens, *sizes, case.outs[i]
+        )
+
+    variants = {"stock": stock, "triton": triton, "cutedsl": front}
+    for text in tunings:
+        variants[f"cutedsl {text}"] = functools.partial(
+            launch_tuned, tuned_kernel(text), case
+        )
+    return variants
+
+
+def launch_tuned(kernel, case: Case, i: int) -> object:
+    """Build the mask in buffer `i` with a kernel of `tuned_kernel`."""
+    return kernel(
+        case.topk[i], case.cu_q_lens, case.max_q_len, case.shape.keys, case.outs[i]
+    )
+
+
+@functools.cache
+def tuned_kernel(text: str):
+    """The CuTe DSL kernel with another tuning, compiled once."""
+    from vllm.model_executor.kernels.attention.dsa import topk_mask_cutedsl as cutedsl
+
+    threads, vectors, blocks = map(int, text.split("x"))
+    return cutedsl.TopkMaskKernel(
+        cutedsl.TopkMaskTuning(threads=threads, vectors=vectors, blocks_per_sm=blocks)
+    )
+
+
+def measure(shape: Shape, kind: str, args, device) -> list[dict]:
+    """Check, then time every variant of one case."""
+    case = make_case(shape, kind, args.topk, stock_module()._topk_mask_shape, device)
+    variants = make_variants(case, args.tunings)
+    correct = {}
+    for name, launch in variants.items():
+        case.outs[0].fill_(POISON)
+        launch(0)
+        correct[name] = is_correct(case, case.outs[0])
+        if not correct[name] and name != "stock":
+            raise RuntimeError(f"{name} builds a wrong mask for {shape}, {kind} rows")
+    buffers = len(case.outs)
+    variants["floor"] = copy_floor(case.num_bytes, buffers)
+    timings = time_interleaved(variants, buffers, args.repeat)
+    rows = []
+    for name, timing in timings.items():
+        low, high = timing.spread_us
+        rows.append(
+            {
+                "shape": str(shape),
+                "topk": args.topk,
+                "rows": kind,
+                "variant": name,
+                "median us": timing.median_us,
+                "p10 us": low,
+                "p90 us": high,
+                "stock / this": timings["stock"].median_us / timing.median_us,
+                "this / floor": timing.median_us / timings["floor"].median_us,
+                "GB/s": case.num_bytes / timing.median_us / 1e3,
+                "MB moved": case.num_bytes / 1e6,
+                "host us": timing.host_us,
+                "correct": correct.get(name, ""),
+                "samples": len(timing.samples),
+                "buffers": buffers,
+            }
+        )
+    return rows
+
+
+def draw(path: Path, rows: list[dict]) -> None:
+    """One group of bars per shape, for shuffled rows if there are any."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = [row["rows"] for row in rows]
+    kind = "shuffled" if "shuffled" in kinds else kinds[0]
+    rows = [row for row in rows if row["rows"] == kind]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(shapes), 4.5))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        found = {row["shape"]: row for row in rows if row["variant"] == name}
+        medians = [found[shape]["median us"] for shape in shapes]
+        errors = [
+            [m - found[s]["p10 us"] for m, s in zip(medians, shapes)],
+            [found[s]["p90 us"] - m for m, s in zip(medians, shapes)],
+        ]
+        places = [place + number * width for place in range(len(shapes))]
+        axes.bar(places, medians, width, yerr=errors, label=name)
+    axes.set_xticks(
+        [place + 0.4 - width / 2 for place in range(len(shapes))], shapes, rotation=30
+    )
+    axes.set_yscale("log")
+    axes.set_xlabel("requests x queries x keys")
+    axes.set_ylabel("microseconds, median (bars: p10, p90)")
+    axes.set_title(
+        f"Building the top-k mask, {kind} rows, {torch.cuda.get_device_name()}"
+    )
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argument_parser(__doc__, parse_shape, DEFAULT_SHAPES)
+    parser.add_argument("--rows", nargs="+", choices=ROW_KINDS, default=ROW_KINDS)
+    parser.add_argument("--topk", type=int, default=2048)
+    parser.add_argument(
+        "--tunings",
+        nargs="+",
+        default=[],
+        metavar="THREADSxVECTORSxBLOCKS",
+        help="further shapes of the CuTe DSL kernel to try, such as 256x2x8",
+    )
+    args = parser.parse_args()
+    device = require_gpu()
+    activate_overlay()
+    torch.manual_seed(0)
+    rows = []
+    for shape, kind in itertools.product(args.shapes, args.rows):
+        rows += measure(shape, kind, args, device)
+    shown = ("shape", "rows", "variant", "median us", "p10 us", "p90 us",
+             "stock / this", "this / floor", "GB/s", "host us", "correct")  # fmt: skip
+    print_table(
+        f"Building the top-k mask, {torch.cuda.get_device_name()}",
+        [{name: row[name] for name in shown} for row in rows],
+    )
+    if args.csv is not None:
+        save_csv(args.csv, rows)
+    if args.plot is not None:
+        draw(args.plot, rows)
+
+
+if __name__ == "__main__":
+    main()
