@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Tests rewritten for upstream's repository: imports and markers."""
 
-import pytest
-
 from vllm_sparse_mla.export_patch.port import PortedTest, port_test
 
 OURS = '''\
@@ -54,18 +52,18 @@ def test_a(n):
 
 
 def test_imports_and_markers_become_upstreams():
-    assert port_test(OURS, "test_a.py").text == UPSTREAMS
+    assert port_test(OURS).text == UPSTREAMS
 
 
 def test_module_import_keeps_its_name():
     text = "from vllm_sparse_mla import reference as oracle\n\noracle.f()\n"
     expected = "from tests.v1.attention import sparse_mla_reference as oracle\n"
-    assert port_test(text, "test_a.py").text.startswith(expected)
+    assert port_test(text).text.startswith(expected)
 
 
 def test_file_about_the_plugin_is_left_out():
     text = "from vllm_sparse_mla.plugin import register\n"
-    assert port_test(text, "test_a.py").text is None
+    assert port_test(text).text is None
 
 
 def test_function_about_the_plugin_is_left_out_with_what_only_it_used():
@@ -73,10 +71,13 @@ def test_function_about_the_plugin_is_left_out_with_what_only_it_used():
     text = kept.replace("import sys", "import os\nimport sys") + (
         "\n\n# A comment.\ndef test_b():\n    os.system('import vllm_sparse_mla')\n"
     )
-    assert port_test(text, "test_a.py") == PortedTest(kept, ("test_b",))
+    assert port_test(text) == PortedTest(kept, ("test_b",))
 
 
-def test_marker_in_an_unknown_place_is_refused():
-    text = "import pytest\n\nMARKS = [pytest.mark.stock_fails('a')]\n"
-    with pytest.raises(ValueError, match="must use pytest.mark.stock_fails"):
-        port_test(text, "test_a.py")
+def test_marker_that_code_puts_together_stays():
+    text = (
+        "import pytest\n\n"
+        "MARKS = [pytest.mark.stock_fails('a')]\n"
+        "CASES = [pytest.param(i, marks=pytest.mark.stock_fails('a')) for i in 'ab']\n"
+    )
+    assert port_test(text).text == text

@@ -53,31 +53,23 @@ class PortedTest:
     left_out: tuple[str, ...] = ()
 
 
-def port_test(text: str, name: str) -> PortedTest:
+def port_test(text: str) -> PortedTest:
     """Rewrite a test file for upstream's repository.
 
     The reference module is imported from its place among upstream's tests. Markers that
-    only this repository knows are left out, and so is what exists for the plugin: a
-    file that imports another module of this package, a function that names it.
+    only this repository knows are left out where they are decorators, marks of a
+    ``pytest.param`` or alone in ``pytestmark``; one that code puts together stays, and
+    marks nothing. What exists for the plugin is left out too: a file that imports
+    another module of this package, a function that names it.
 
     Args:
         text: The test file.
-        name: What to call it in an error.
-
-    Raises:
-        ValueError: If a marker stands where it cannot be taken away.
     """
     own = [b for b in bindings(text) if b.target.split(".")[0] == _OWN_PACKAGE]
     if any(not _is_reference(binding) for binding in own):
         return PortedTest(None)
     before = text
     text = _with_gpu_condition(_without_dropped_markers(text))
-    left = [m for m in _DROPPED_MARKERS if f"pytest.mark.{m}" in text]
-    if left:
-        raise ValueError(
-            f"{name} must use pytest.mark.{left[0]} as a decorator, as a mark of "
-            "pytest.param or alone in pytestmark"
-        )
     editor = ImportEditor(text, _WIDTH)
     for binding in own:
         editor.add(_in_upstream(binding))

@@ -34,16 +34,13 @@ def collect_suite(tests: Path) -> Suite:
 
     Args:
         tests: Folder that holds ``v1/attention``.
-
-    Raises:
-        ValueError: If a test file cannot be rewritten.
     """
     reference = f"{REFERENCE_MODULE.replace('.', '/')}.py"
     files = {reference: (_PACKAGE / "reference.py").read_text()}
     left_out = []
     for path in sorted((tests / "v1/attention").rglob("*.py")):
         name = f"tests/{path.relative_to(tests).as_posix()}"
-        test = port_test(path.read_text(), name)
+        test = port_test(path.read_text())
         left_out += [f"{name}::{function}" for function in test.left_out]
         if test.text is None:
             left_out.append(name)
