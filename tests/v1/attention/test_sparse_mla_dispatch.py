@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Where masked MHA is available, on which models, and who has the last word."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vllm.envs as envs
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends import fa_utils
+
+NO_OPT_IN = "stock has no opt-in for SM90"
+SWITCH = "VLLM_SPARSE_MLA_SM90"
+MODULES = "vllm.model_executor.layers.attention."
+
+DEEPSEEK = (128, 512, 128, 64, 128)
+GLM = (64, 512, 192, 64, 256)
+GLM_FLASH = (64, 512, 256, 0, 256)
+MODELS = {"deepseek": DEEPSEEK, "glm": GLM, "glm-flash": GLM_FLASH}
+
+SM = {
+    "sm80": (8, 0),
+    "sm90": (9, 0),
+    "sm100": (10, 0),
+    "sm103": (10, 3),
+    "sm110": (11, 0),
+    "sm120": (12, 0),
+    "sm121": (12, 1),
+    "rocm": None,
+    "cpu": None,
+}
+
+
+class Platform(SimpleNamespace):
+    """As much of a platform as dispatch reads."""
+
+    def is_device_capability_family(self, family):
+        capability = self.capability
+        return capability is not None and capability[0] == family // 10
+
+    def get_device_capability(self, device_id=0):
+        return None if self.capability is None else DeviceCapability(*self.capability)
+
+    def is_cuda(self):
+        return self.name.startswith("sm")
+
+    def is_rocm(self):
+        return self.name == "rocm"
+
+    def is_xpu(self):
+        return False
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Put dispatch on another device, with or without the opt-in."""
+
+    def put(name, opt_in=False, fa4=True, fa_version=None):
+        platform = Platform(name=name, capability=SM[name])
+        modules = [sparse_mla_attention, fa_utils]
+        if hasattr(sparse_mla_attention, "sm90_masked_mha_enabled"):
+            modules.append(importlib.import_module(MODULES + "sparse_mla_sm90"))
+            monkeypatch.setattr(
+                sparse_mla_attention, "is_fa_version_supported", lambda v: fa4
+            )
+        for module in modules:
+            monkeypatch.setattr(module, "current_platform", platform)
+        # vLLM's choice: FA3 on SM90, FA4 on SM100, FA2 or none elsewhere.
+        chosen = {"sm90": 3, "sm100": 4, "sm103": 4, "rocm": None, "cpu": None}
+        version = chosen.get(name, 2) if fa_version is None else fa_version
+        monkeypatch.setattr(
+            sparse_mla_attention, "get_flash_attn_version", lambda **kwargs: version
+        )
+        monkeypatch.setitem(envs.environment_variables, SWITCH, lambda: opt_in)
+
+    return put
+
+
+def available(dims, kv_cache_dtype="auto"):
+    return sparse_mla_attention._is_masked_mha_available(*dims, kv_cache_dtype)
+
+
+@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("name", SM)
+def test_devices_without_the_opt_in(on, name, dims):
+    on(name)
+    assert available(dims) is (name in ("sm100", "sm103"))
+
+
+@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("sm90", marks=pytest.mark.stock_fails(NO_OPT_IN))]
+    + [name for name in SM if name != "sm90"],
+)
+def test_devices_with_the_opt_in(on, name, dims):
+    on(name, opt_in=True)
+    assert available(dims) is (name in ("sm90", "sm100", "sm103"))
+
+
+NEAR_MISSES = {
+    "heads-of-one-rank": (16, 512, 128, 64, 128),
+    "more-heads": (256, 512, 128, 64, 128),
+    "glm-with-deepseeks-heads": (128, 512, 192, 64, 256),
+    "deepseek-with-glms-heads": (64, 512, 128, 64, 128),
+    "lora-rank": (128, 256, 128, 64, 128),
+    "nope": (128, 512, 192, 64, 128),
+    "rope": (128, 512, 128, 32, 128),
+    "no-rope": (128, 512, 128, 0, 128),
+    "v": (128, 512, 128, 64, 256),
+    "flash-with-rope": (64, 512, 256, 64, 256),
+}
+
+
+@pytest.mark.parametrize("opt_in", [False, True], ids=["default", "opt-in"])
+@pytest.mark.parametrize("dims", NEAR_MISSES.values(), ids=NEAR_MISSES)
+def test_models_that_nearly_fit(on, dims, opt_in):
+    on("sm90" if opt_in else "sm100", opt_in)
+    assert not available(dims)
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
+def test_heads_are_counted_over_all_ranks(on, dims, tensor_parallel_size, monkeypatch):
+    """The layer multiplies its own heads by the tensor parallel size."""
+    on("sm100")
+    cls = sparse_mla_attention.SparseMLACommonImpl
+    monkeypatch.setitem(
+        cls.__init__.__globals__,
+        "get_tensor_model_parallel_world_size",
+        lambda: tensor_parallel_size,
+    )
+    heads, rank, nope, rope, v = dims
+    for num_heads, expected in (
+        (heads // tensor_parallel_size, True),
+        (heads, tensor_parallel_size == 1),
+    ):
+        impl = cls(
+            num_heads=num_heads,
+            head_size=rank + rope,
+            scale=1.0,
+            num_kv_heads=1,
+            alibi_slopes=None,
+            sliding_window=None,
+            kv_cache_dtype="auto",
+            logits_soft_cap=None,
+            attn_type="decoder",
+            kv_sharing_target_layer_name=None,
+            q_lora_rank=None,
+            kv_lora_rank=rank,
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=rope,
+            qk_head_dim=nope + rope,
+            v_head_dim=v,
+            kv_b_proj=None,
+        )
+        assert impl.masked_mha_available is expected
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
+def test_only_fa4_on_sm100(on, dims, version):
+    on("sm100", fa_version=version)
+    assert available(dims) is (version == 4)
+
+
+@pytest.mark.stock_fails(NO_OPT_IN)
+def test_the_opt_in_asks_whether_fa4_runs_not_what_vllm_prefers(on):
+    on("sm90", opt_in=True, fa4=True, fa_version=3)
+    assert available(DEEPSEEK)
+    on("sm90", opt_in=True, fa4=False, fa_version=3)
+    assert not available(DEEPSEEK)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "expected"),
+    [
+        ("auto", True),
+        ("bfloat16", True),
+        ("float16", True),
+        ("fp8", False),
+        ("fp8_e4m3", False),
+        ("fp8_ds_mla", False),
+        ("nvfp4", False),
+    ],
+)
+@pytest.mark.parametrize("name", ["sm100", "sm103"])
+def test_kv_cache_dtypes(on, name, kv_cache_dtype, expected):
+    on(name)
+    assert available(DEEPSEEK, kv_cache_dtype) is expected
+
+
+@pytest.mark.stock_fails(NO_OPT_IN)
+def test_kv_cache_dtypes_with_the_opt_in(on):
+    on("sm90", opt_in=True)
+    assert available(DEEPSEEK, "bfloat16")
+    assert not available(DEEPSEEK, "fp8_ds_mla")
+
+
+def uses_mha(*, available=True, force_mqa=False, fits=True, **changes):
+    """Ask upstream's MLAAttention which way a long pure prefill goes."""
+    layer = SimpleNamespace(
+        hisparse_cache=None,
+        prefill_backend=object(),
+        impl=SimpleNamespace(
+            masked_mha_available=available,
+            dcp_world_size=1,
+            masked_mha_workspace_fits=lambda prefill: fits,
+        ),
+        attn_backend=SimpleNamespace(get_name=lambda: "FLASHMLA_SPARSE"),
+        _vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            attention_config=SimpleNamespace(sparse_mla_force_mqa=force_mqa),
+        ),
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+    prefill = SimpleNamespace(
+        max_query_len=4096, chunked_context=None, use_dense_mha=False
+    )
+    metadata = SimpleNamespace(prefill=prefill, prefill_max_seq_len=4096)
+    for name, value in changes.items():
+        setattr(layer, name, value)
+    return mla_attention.MLAAttention._use_sparse_mha(layer, metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, True, id="taken"),
+        pytest.param({"force_mqa": True}, False, id="force-mqa-wins"),
+        pytest.param({"available": False}, False, id="not-available"),
+        pytest.param({"fits": False}, False, id="workspace-too-small"),
+        pytest.param({"prefill_backend": None}, False, id="no-prefill-backend"),
+        pytest.param({"hisparse_cache": object()}, False, id="host-backed-cache"),
+    ],
+)
+def test_upstreams_layer_decides(monkeypatch, changes, expected):
+    # Upstream's own row, which the opt-in may have replaced in this process.
+    ranges = {1: (((2048, 1536), (4096, 4096)), None)}
+    table = {(192, 128): {"FLASHMLA_SPARSE": ranges}}
+    monkeypatch.setattr(mla_attention, "_MASKED_MHA_THRESHOLDS", table)
+    assert uses_mha(**changes) is expected
+
+
+BACKENDS = {
+    "flashmla_sparse": "FlashMLASparseImpl",
+    "flashinfer_mla_sparse": "FlashInferMLASparseImpl",
+    "flashinfer_mla_sparse_sm120": "FlashInferMLASparseSM120Impl",
+    "rocm_aiter_mla_sparse": "ROCMAiterMLASparseImpl",
+    "xpu_mla_sparse": "XPUMLASparseImpl",
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_other_backends_import_and_find_what_they_read(name):
+    module = importlib.import_module(f"vllm.v1.attention.backends.mla.{name}")
+    implementation = getattr(module, BACKENDS[name])
+    for attribute in ("topk_indices_buffer", "init_topk_indices_buffer", "forward_mqa"):
+        assert hasattr(implementation, attribute)
+    # What upstream takes from the replaced module is one object, however reached.
+    for attribute in vars(sparse_mla_attention):
+        if attribute.startswith(("SparseMLA", "SharedTopk")) and hasattr(
+            module, attribute
+        ):
+            own = getattr(module, attribute)
+            assert own is getattr(sparse_mla_attention, attribute)
+
+
+@pytest.mark.parametrize("name", ["flashmla_sparse", "flashinfer_mla_sparse"])
+def test_backends_of_sparse_mla_inherit_the_masked_path(name):
+    module = importlib.import_module(f"vllm.v1.attention.backends.mla.{name}")
+    implementation = getattr(module, BACKENDS[name])
+    common = sparse_mla_attention.SparseMLACommonImpl
+    assert issubclass(implementation, common)
+    assert implementation.forward_mha is common.forward_mha
+    assert implementation._run_masked_mha is common._run_masked_mha
+
+
+def test_a_backend_that_turns_masked_mha_off_registers_nothing(monkeypatch):
+    """ROCm's sets ``masked_mha_available`` to False after construction."""
+    cls = sparse_mla_attention.SparseMLACommonImpl
+    impl = cls.__new__(cls)
+    impl.masked_mha_available = False
+    monkeypatch.setattr(
+        sparse_mla_attention,
+        "register_masked_mha_warmup",
+        lambda: pytest.fail("registered"),
+        raising=False,
+    )
+    impl.process_weights_after_loading(torch.bfloat16)

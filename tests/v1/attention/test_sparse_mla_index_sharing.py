@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Layers that share an indexer result share its mask, and never a stale one.
+
+A model of a step: layers in upstream's index groups run one after another; each
+layer's output is judged by the rows that its own buffer holds. Mask workspaces are
+filled with ones wherever a wrongly reused mask shall show.
+"""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm.v1.attention.backends.mla.index_group import SparseMLAIndexGroupBuilder
+
+BUILDS_EVERYWHERE = "stock builds the mask in every layer"
+PROMPTS = 2
+SPANS = [(0, 64, 120), (1, 0, 40)]
+
+
+class Model:
+    """Layers in the order of their construction; ``I`` has an indexer, ``s`` shares."""
+
+    def __init__(self, world, pattern, buffer=None):
+        self.world = world
+        self.buffer = world.topk_buffer.clone() if buffer is None else buffer
+        builder = SparseMLAIndexGroupBuilder(self.buffer)
+        self.indexers = []
+        self.layers = []
+        for kind in pattern:
+            indexer = None
+            if kind == "I":
+                indexer = SimpleNamespace(topk_indices_buffer=self.buffer)
+                self.indexers.append(indexer)
+            self.layers.append(
+                world.make_impl(
+                    indexer=indexer,
+                    topk_indices_buffer=None if indexer else self.buffer,
+                    index_group_builder=builder,
+                )
+            )
+
+    def index(self, step):
+        """What an indexer does in a step: new rows in the shared buffer."""
+        step.write_topk(self.buffer)
+
+    def run(self, step, layer):
+        output = self.world.run(step, self.layers[layer], write_topk=False)
+        self.world.assert_right(step, output)
+
+
+@pytest.fixture
+def world(sparse_mla):
+    return sparse_mla.world([200] * PROMPTS)
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """The size of each mask built, in order."""
+    name = "_build_packed_topk_mask"
+    if not hasattr(sparse_mla_attention, name):
+        name = "_build_topk_mask"
+    build = getattr(sparse_mla_attention, name)
+    built = []
+
+    def counted(*args, **kwargs):
+        mask = build(*args, **kwargs)
+        built.append(tuple(mask.shape))
+        return mask
+
+    monkeypatch.setattr(sparse_mla_attention, name, counted)
+    return built
+
+
+def other_rows(world, seed=7):
+    """Replace the prompts' top-k rows by others of the same shape."""
+    world.generator.manual_seed(seed)
+    world.topk = [rows[torch.randperm(len(rows))] for rows in world.topk]
+
+
+@pytest.mark.stock_fails(BUILDS_EVERYWHERE)
+@pytest.mark.parametrize("spans", [SPANS, [(0, 0, 60), (1, 0, 100)]], ids=str)
+def test_a_group_builds_once_a_step(world, builds, spans):
+    model = Model(world, "IsIs")
+    for _ in range(2):
+        step = world.step(spans)
+        builds.clear()
+        for layer, kind in enumerate("IsIs"):
+            if kind == "I":
+                other_rows(world)
+                step = _same_step_with_new_rows(world, step)
+                model.index(step)
+            model.run(step, layer)
+        assert len(builds) == 2
+
+
+def _same_step_with_new_rows(world, step):
+    rows = torch.cat([world.topk[p][start:stop] for p, start, stop in step.spans])
+    step.topk.copy_(rows)
+    return step
+
+
+def test_another_step_builds_again_though_the_leader_did_not_run(world, builds):
+    model = Model(world, "Is")
+    first = world.step(SPANS)
+    model.index(first)
+    model.run(first, 0)
+    model.run(first, 1)
+    other_rows(world)
+    second = world.step(SPANS, guarded_mask=first.guarded_mask)
+    second.metadata.prefill.topk_mask_workspace = (
+        first.metadata.prefill.topk_mask_workspace
+    )
+    # New metadata in the memory of the old, if the allocator likes.
+    del first
+    gc.collect()
+    second.poison_mask()
+    model.index(second)
+    builds.clear()
+    model.run(second, 1)
+    assert len(builds) == 1
+
+
+def test_another_batch_of_the_same_shape_builds_again(world):
+    model = Model(world, "Is")
+    workspace = None
+    for spans in ([(0, 64, 120)], [(1, 64, 120)], [(0, 64, 120)]):
+        step = world.step(spans)
+        if workspace is None:
+            workspace = step.metadata.prefill.topk_mask_workspace
+        step.metadata.prefill.topk_mask_workspace = workspace
+        model.index(step)
+        for layer in range(2):
+            model.run(step, layer)
+
+
+def test_range_masks_overwrite_the_mask_of_another_step(world, builds):
+    """Two batches under way on one workspace; the larger one only fits in ranges."""
+    model = Model(world, "Is")
+    small = world.step([(0, 64, 100)])
+    large_spans = [(0, 100, 190), (1, 130, 190)]
+    large = world.step(
+        large_spans,
+        chunk_rows=96,
+        mask_words=world.whole_mask_words(large_spans) - 1,
+    )
+    shared = large.metadata.prefill.topk_mask_workspace
+    small.metadata.prefill.topk_mask_workspace = shared
+    assert model.layers[0].masked_mha_workspace_fits(large.metadata.prefill)
+
+    model.index(small)
+    model.run(small, 0)
+    model.index(large)
+    model.run(large, 0)
+    model.index(small)
+    builds.clear()
+    model.run(small, 1)
+    assert len(builds) == 1
+
+
+def test_two_metadata_builders_keep_their_masks_apart(world):
+    """Each builder makes its own metadata and workspace; here they also cross."""
+    model = Model(world, "Iss")
+    one, two = world.step(SPANS), world.step([(1, 64, 120), (0, 0, 40)])
+    for layer in range(3):
+        for step in (one, two):
+            model.index(step)
+            model.run(step, layer)
+    shared = one.metadata.prefill.topk_mask_workspace
+    two.metadata.prefill.topk_mask_workspace = shared
+    for layer in range(3):
+        for step in (one, two):
+            model.index(step)
+            model.run(step, layer)
+
+
+def test_two_groups_interleaved_on_one_workspace(world):
+    one, two = Model(world, "Is"), Model(world, "Is")
+    step = world.step(SPANS)
+    rows = [step.topk.clone(), step.topk.flip(1).clone()]
+    rows[1][:, ::2] = -1
+    for layer in range(2):
+        for model, own in zip((one, two), rows):
+            step.topk.copy_(own)
+            model.index(step)
+            model.run(step, layer)
+
+
+@pytest.mark.parametrize("repoint", ["indexer", "setter"])
+def test_a_repointed_buffer_builds_again(world, builds, repoint):
+    """Speculative layers read the target's buffer once the draft is loaded."""
+    model = Model(world, "Is")
+    step = world.step(SPANS)
+    model.index(step)
+    model.run(step, 0)
+    model.run(step, 1)
+
+    target = world.topk_buffer.clone()
+    step.topk[:, ::2] = -1
+    step.write_topk(target)
+    builds.clear()
+    if repoint == "indexer":
+        # The leader's indexer is repointed; the follower is given the buffer.
+        model.indexers[0].topk_indices_buffer = target
+    model.layers[1].topk_indices_buffer = target
+    model.run(step, 1)
+    assert len(builds) == 1
+
+
+@pytest.mark.stock_fails(BUILDS_EVERYWHERE)
+def test_rows_at_another_place_of_the_buffer_build_again(world, builds):
+    model = Model(world, "Iss")
+    step = world.step(SPANS)
+    model.index(step)
+    model.run(step, 0)
+    model.run(step, 1)
+    step.metadata.num_decode_tokens = 4
+    step.topk[:, ::2] = -1
+    model.index(step)
+    model.run(step, 2)
+    assert len(builds) == 2
+
+
+def test_the_first_layer_of_a_group_always_builds(world, builds):
+    model = Model(world, "Is")
+    step = world.step(SPANS)
+    for _ in range(2):
+        other_rows(world)
+        _same_step_with_new_rows(world, step)
+        model.index(step)
+        model.run(step, 0)
+    assert len(builds) == 2
+
+
+def test_layers_without_a_group_build_for_themselves(world, builds):
+    step = world.step(SPANS)
+    layers = [world.make_impl(topk_indices_buffer=world.topk_buffer) for _ in "ab"]
+    for layer in layers:
+        world.assert_right(step, world.run(step, layer))
+    layers[0].index_group = None
+    world.assert_right(step, world.run(step, layers[0]))
+    assert len(builds) == 3
+
+
+@pytest.mark.stock_fails(BUILDS_EVERYWHERE)
+def test_a_reused_mask_is_not_written_by_those_who_read_it(world):
+    model = Model(world, "Iss")
+    step = world.step([(0, 96, 180), (1, 150, 200)], chunk_rows=64)
+    model.index(step)
+    model.run(step, 0)
+    words = step.guarded_mask.clone()
+    for layer in (1, 2):
+        model.run(step, layer)
+        assert torch.equal(step.guarded_mask, words)
