@@ -75,8 +75,13 @@ def compile_variants(
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        # An interrupt: no worker begins another variant.
+        failures.append(CodegenError("interrupted"))
+        raise
     if failures:
         raise failures[0]
     return [done[v].against(done[v.unmasked]) for v in wanted]

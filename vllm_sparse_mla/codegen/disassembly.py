@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LOAD_WIDTH = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
+_INSTRUCTION_BYTES = 16
+# A thread's share of a key block is at least 64 scores; FA4 may compute a part of the
+# exponentials with polynomials, but not half of them.
+_EXPONENTIALS = 32
 _PTX_LOAD = re.compile(r"\bld(?:\.\w+)*?\.global([.:\w]*)")
 
 
@@ -26,6 +30,7 @@ class Cubin:
     target: str
     instructions: int
     opcodes: dict[str, int]
+    loop_opcodes: dict[str, int]
     global_loads: dict[int, int]
     registers: int
     local_bytes: int
@@ -90,6 +95,7 @@ def read_cubin(path: Path) -> Cubin:
         target=target[1] if target else "",
         instructions=sum(n for name, n in opcodes.items() if name != "NOP"),
         opcodes=dict(sorted(opcodes.items())),
+        loop_opcodes=dict(sorted(_softmax_loop(functions).items())),
         global_loads=dict(sorted(loads.items())),
         registers=int(registers),
         local_bytes=int(stack) + int(local),
@@ -99,6 +105,28 @@ def read_cubin(path: Path) -> Cubin:
             "nvdisasm": header["Producer"].split()[1],
         },
     )
+
+
+def _softmax_loop(functions: list[dict]) -> Counter[str]:
+    """Opcodes, without NOP, of the shortest loop that holds a tile's exponentials.
+
+    A loop is what lies between a backward branch and its target. Empty if none does.
+    """
+    loops = []
+    for function in functions:
+        body = function["sass-instructions"]
+        for index, instruction in enumerate(body):
+            if not instruction["opcode"].startswith("BRA"):
+                continue
+            # Addresses count from the function's start.
+            target = int(instruction["operands"].rpartition("0x")[2], 16)
+            inside = body[target // _INSTRUCTION_BYTES : index + 1]
+            names = [other["opcode"] for other in inside]
+            if names.count("MUFU.EX2") >= _EXPONENTIALS:
+                loops.append(Counter(name.split(".")[0] for name in names))
+    loop = min(loops, key=Counter.total, default=Counter())
+    del loop["NOP"]
+    return loop
 
 
 def load_width(modifiers: list[str]) -> int:

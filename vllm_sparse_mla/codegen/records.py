@@ -19,10 +19,15 @@ class CodegenRecord:
         cubin_bytes: size of the cubin.
         instructions: SASS instructions other than NOP.
         opcodes: count of each SASS opcode, without its modifiers.
+        loop_opcodes: the same of the softmax loop alone: the shortest loop that holds
+            the exponentials of a key block, hence what runs once per key block where
+            no sequence end or diagonal is checked. Empty if there is none.
         global_loads: SASS loads from global memory by width in bits.
         mask_loads: the same less those of the unmasked kernel of the same
             variant; only non-zero differences. None until that is known.
+        added_instructions: ``instructions`` less those of the unmasked kernel.
         added_opcodes: ``opcodes`` less those of the unmasked kernel, non-zero only.
+        added_loop_opcodes: ``loop_opcodes`` less those of the unmasked kernel.
         registers: registers a thread at launch. FA4 redistributes them among its
             warps with setmaxnreg, so this is the allocation and not the pressure.
         local_bytes: local memory a thread in bytes (stack frame and spills).
@@ -52,9 +57,16 @@ class CodegenRecord:
     vec_size: int
     versions: dict[str, str]
     seconds: float
+    loop_opcodes: dict[str, int] = field(default_factory=dict)
     mask_loads: dict[int, int] | None = None
     added_instructions: int | None = None
     added_opcodes: dict[str, int] = field(default_factory=dict)
+    added_loop_opcodes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def loop_instructions(self) -> int:
+        """Instructions of the softmax loop."""
+        return sum(self.loop_opcodes.values())
 
     def against(self, unmasked: "CodegenRecord") -> "CodegenRecord":
         """Return this record with the differences from the unmasked kernel."""
@@ -63,6 +75,7 @@ class CodegenRecord:
             mask_loads=_difference(self.global_loads, unmasked.global_loads),
             added_instructions=self.instructions - unmasked.instructions,
             added_opcodes=_difference(self.opcodes, unmasked.opcodes),
+            added_loop_opcodes=_difference(self.loop_opcodes, unmasked.loop_opcodes),
         )
 
     def to_dict(self) -> dict:

@@ -16,7 +16,8 @@ _HEADINGS = (
     "SASS",
     "+mask",
     "applied",
-    "+/appl",
+    "loop",
+    "+loop",
     "mask loads",
     "PTX loads",
     "regs",
@@ -52,13 +53,15 @@ def show_records(records: Sequence[CodegenRecord], console: Console) -> None:
 
 def _row(record: CodegenRecord) -> tuple[str, ...]:
     added = record.added_instructions
+    added_loop = sum(record.added_loop_opcodes.values())
     return (
         record.variant.label,
         record.target,
         str(record.instructions),
         f"{added:+d}" if record.variant.callback != "none" else "-",
         str(record.applications or "-"),
-        f"{added / record.applications:+.1f}" if record.applications else "-",
+        str(record.loop_instructions or "-"),
+        f"{added_loop:+d}" if added_loop else "-",
         widths_text(record.mask_loads),
         widths_text(record.ptx_loads),
         str(record.registers),

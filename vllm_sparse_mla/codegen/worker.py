@@ -134,6 +134,7 @@ def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
         cubin_bytes=cubin.stat().st_size,
         instructions=found.instructions,
         opcodes=found.opcodes,
+        loop_opcodes=found.loop_opcodes,
         global_loads=found.global_loads,
         registers=found.registers,
         local_bytes=found.local_bytes,
