@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A sparse-MLA layer on steps made of vLLM's own metadata, without a model."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -113,6 +114,7 @@ class World:
         self.topk_buffer = torch.zeros(
             max_tokens, d.index_topk, dtype=torch.int32, device=device
         )
+        self.k_scale = torch.ones(1, device=device)
         self.impl = self.make_impl(topk_indices_buffer=self.topk_buffer)
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -127,12 +129,17 @@ class World:
         )
 
         d = self.dims
+        cls = cls or SparseMLACommonImpl
         # No distributed set-up: the layer asks for nothing but the size.
-        names = SparseMLACommonImpl.__init__.__globals__
         one_rank = {"get_tensor_model_parallel_world_size": lambda: 1}
         config = VllmConfig(device_config=DeviceConfig(device=self.device.type))
-        with mock.patch.dict(names, one_rank), set_current_vllm_config(config):
-            impl = (cls or SparseMLACommonImpl)(
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(set_current_vllm_config(config))
+            for base in cls.__mro__:
+                names = getattr(vars(base).get("__init__"), "__globals__", {})
+                if one_rank.keys() & names.keys():
+                    stack.enter_context(mock.patch.dict(names, one_rank))
+            impl = cls(
                 num_heads=d.num_heads,
                 head_size=d.latent_dim,
                 scale=d.qk_head_dim**-0.5,
@@ -276,25 +283,33 @@ class World:
         Returns:
             ``[tokens, heads, v_head_dim]``.
         """
-        impl, rank = impl or self.impl, self.dims.kv_lora_rank
+        impl = impl or self.impl
         self.write_cache(step)
         if write_topk:
             step.write_topk(impl.topk_indices_buffer)
         if step.metadata.prefill.chunked_context is not None:
             step.metadata.prefill.chunked_context.workspace.fill_(math.nan)
+        output = self.new_output(step)
+        self.forward(step, impl, output)
+        step.assert_canaries()
+        return output.unflatten(-1, (self.dims.num_heads, self.dims.v_head_dim))
+
+    def new_output(self, step: Step) -> torch.Tensor:
         shape = (len(step.q), self.dims.num_heads * self.dims.v_head_dim)
-        output = step.q.new_full(shape, math.nan)
+        return step.q.new_full(shape, math.nan)
+
+    def forward(self, step: Step, impl: Any, output: torch.Tensor) -> None:
+        """The layer's call and nothing else."""
+        rank = self.dims.kv_lora_rank
         impl.forward_mha(
             step.q,
             step.latents[:, :rank],
             step.latents[:, rank:].unsqueeze(1),
             self.cache,
             step.metadata,
-            torch.ones(1, device=self.device),
+            self.k_scale,
             output,
         )
-        step.assert_canaries()
-        return output.unflatten(-1, (self.dims.num_heads, self.dims.v_head_dim))
 
     def project(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of whole sequences, in the precision of `latents`."""

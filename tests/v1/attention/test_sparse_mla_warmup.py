@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What is compiled at start-up is what the layer can call, and nothing by length."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+
+NO_WARM_UP = "stock warms nothing of the masked path up"
+pytestmark = pytest.mark.stock_fails(NO_WARM_UP)
+
+
+def warmup_module():
+    from vllm.model_executor.layers.attention import sparse_mla_warmup
+
+    return sparse_mla_warmup
+
+
+def kernels():
+    from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
+        TOPK_MASK_KERNEL,
+    )
+
+    return {warmup_module().FA4_MASKED_MHA_KERNEL, TOPK_MASK_KERNEL}
+
+
+def vllm_config(heads=128, tensor_parallel_size=8, topk=2048, **dims):
+    text_config = SimpleNamespace(
+        index_topk=topk,
+        kv_lora_rank=512,
+        qk_nope_head_dim=dims.get("nope", 128),
+        qk_rope_head_dim=dims.get("rope", 64),
+        v_head_dim=dims.get("v", 128),
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=text_config,
+            dtype=torch.bfloat16,
+            get_num_attention_heads=(
+                lambda parallel: heads // parallel.tensor_parallel_size
+            ),
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),
+    )
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_only_layers_that_can_take_the_masked_path_register(available):
+    cls = sparse_mla_attention.SparseMLACommonImpl
+    registry = JitWarmupRegistry(vllm_config())
+    with registry.activate():
+        for _ in range(3):  # layers of one model
+            impl = cls.__new__(cls)
+            impl.masked_mha_available = available
+            impl.process_weights_after_loading(torch.bfloat16)
+    assert set(registry._registrations) == (kernels() if available else set())
+    assert len(registry) == (2 if available else 0)
+
+
+def test_without_a_registry_nothing_is_compiled(monkeypatch):
+    kernel = warmup_module().FA4_MASKED_MHA_KERNEL
+    monkeypatch.setattr(kernel, "compile", lambda key: pytest.fail("compiled"))
+    warmup_module().register_masked_mha_warmup()
+
+
+def test_every_call_that_the_layer_makes_is_warmed_up(sparse_mla):
+    world = sparse_mla.world([300] * 2)
+    spans = [(0, 64, 100), (1, 256, 290)]
+    words = world.whole_mask_words(spans)
+    for step in (
+        world.step([(0, 0, 40), (1, 0, 90)]),
+        world.step(spans, chunk_rows=96),
+        world.step(spans, chunk_rows=96, mask_words=words - 1),
+    ):
+        world.run(step)
+    module = warmup_module()
+    made = {
+        module.MaskedCall(
+            offset=call.callback == "offset_dense_mask_mod",
+            causal=call.causal,
+            return_lse=call.return_lse,
+            key_starts=call.num_aux_tensors > 1,
+        )
+        for call in sparse_mla.calls
+    }
+    assert made == set(module.MASKED_CALLS)
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 8])
+def test_a_key_for_each_call_with_the_heads_of_one_rank(tensor_parallel_size):
+    module = warmup_module()
+    config = vllm_config(tensor_parallel_size=tensor_parallel_size)
+    keys = module.FA4_MASKED_MHA_KERNEL.get_warmup_keys(config)
+    assert [key.call for key in keys] == list(module.MASKED_CALLS)
+    assert {key.num_heads for key in keys} == {128 // tensor_parallel_size}
+    assert {(k.qk_nope_head_dim, k.qk_rope_head_dim, k.v_head_dim) for k in keys} == {
+        (128, 64, 128)
+    }
+
+
+def test_no_key_names_a_length():
+    for kernel in kernels():
+        names = {field.name for field in dataclasses.fields(kernel.CompileKey)}
+        assert not {name for name in names if "len" in name or "token" in name}
+        keys = kernel.get_warmup_keys(vllm_config())
+        assert 0 < len(keys) == len(set(keys)) <= 8
+
+
+def test_the_builders_keys_cover_every_build_of_the_layer(sparse_mla, monkeypatch):
+    """Which options the layer builds masks with, whatever builds them here."""
+    build = sparse_mla_attention._build_packed_topk_mask
+    built = set()
+
+    def noted(*args, **options):
+        given = {name for name, value in options.items() if value is not None}
+        built.add(("range_starts" in given, "key_starts" in given))
+        return build(*args, **options)
+
+    monkeypatch.setattr(sparse_mla_attention, "_build_packed_topk_mask", noted)
+    world = sparse_mla.world([300])
+    spans = [(0, 256, 290)]
+    for step in (
+        world.step([(0, 0, 40)]),
+        world.step(spans),
+        world.step(spans, mask_words=world.whole_mask_words(spans) - 1),
+    ):
+        world.run(step)
+    (builder,) = kernels() - {warmup_module().FA4_MASKED_MHA_KERNEL}
+    keys = builder.get_warmup_keys(vllm_config())
+    assert built <= {(key.has_ranges, key.has_key_starts) for key in keys}
+    assert len(built) == 3
