@@ -133,10 +133,14 @@ def _without_dropped_markers(text: str) -> str:
 
 def _marks_of_params(tree: ast.Module) -> Iterator[Edit]:
     """Edits that take dropped markers away from ``pytest.param(..., marks=...)``."""
+    loops = [
+        n for n in ast.walk(tree) if isinstance(n, ast.GeneratorExp | ast.ListComp)
+    ]
+    put_together = {node for loop in loops for node in ast.walk(loop)}
     for node in ast.walk(tree):
-        if not (
-            isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.param"
-        ):
+        if not isinstance(node, ast.Call) or node in put_together:
+            continue
+        if ast.unparse(node.func) != "pytest.param":
             continue
         for i, keyword in enumerate(node.keywords):
             if keyword.arg == "marks" and _is_dropped(keyword.value):
