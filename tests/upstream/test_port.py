@@ -23,10 +23,16 @@ REASON = "a reason"
 @pytest.mark.stock_fails(
     REASON
 )
-@pytest.mark.parametrize("n", [1, pytest.param(2, id="2", marks=pytest.mark.stock_fails("b"))])
+@pytest.mark.parametrize(
+    "n",
+    [
+        1,
+        pytest.param(2, id="2", marks=pytest.mark.stock_fails("b")),
+    ],
+)
 def test_a(n):
     assert unpack_topk_mask
-'''  # noqa: E501
+'''
 
 UPSTREAMS = '''\
 """Docstring."""
@@ -45,7 +51,13 @@ LIMIT = 1
 
 
 @requires_nvidia
-@pytest.mark.parametrize("n", [1, pytest.param(2, id="2")])
+@pytest.mark.parametrize(
+    "n",
+    [
+        1,
+        pytest.param(2, id="2"),
+    ],
+)
 def test_a(n):
     assert unpack_topk_mask
 '''
@@ -74,7 +86,7 @@ def test_function_about_the_plugin_is_left_out_with_what_only_it_used():
     assert port_test(text) == PortedTest(kept, ("test_b",))
 
 
-def test_marker_that_code_puts_together_stays():
+def test_marker_whose_line_would_break_anew_stays():
     text = (
         "import pytest\n\n"
         "MARKS = [pytest.mark.stock_fails('a')]\n"

@@ -57,10 +57,10 @@ def port_test(text: str) -> PortedTest:
     """Rewrite a test file for upstream's repository.
 
     The reference module is imported from its place among upstream's tests. Markers that
-    only this repository knows are left out where they are decorators, marks of a
-    ``pytest.param`` or alone in ``pytestmark``; one that code puts together stays, and
-    marks nothing. What exists for the plugin is left out too: a file that imports
-    another module of this package, a function that names it.
+    only this repository knows are left out where they are decorators, alone in
+    ``pytestmark``, or marks of a ``pytest.param`` on lines of its own; elsewhere they
+    stay, and mark nothing. What exists for the plugin is left out too: a file that
+    imports another module of this package, a function that names it.
 
     Args:
         text: The test file.
@@ -128,19 +128,25 @@ def _without_dropped_markers(text: str) -> str:
             first -= blank_lines_above(lines, first)
             dropped.update(range(first, node.end_lineno))
     text = "\n".join(line for i, line in enumerate(lines) if i not in dropped)
-    return apply_edits(text, _marks_of_params(ast.parse(text)))
+    return apply_edits(text, _marks_of_params(text))
 
 
-def _marks_of_params(tree: ast.Module) -> Iterator[Edit]:
-    """Edits that take dropped markers away from ``pytest.param(..., marks=...)``."""
-    loops = [
-        n for n in ast.walk(tree) if isinstance(n, ast.GeneratorExp | ast.ListComp)
-    ]
-    put_together = {node for loop in loops for node in ast.walk(loop)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or node in put_together:
+def _marks_of_params(text: str) -> Iterator[Edit]:
+    """Edits that take dropped markers away from ``pytest.param(..., marks=...)``.
+
+    Only where the call has its lines for itself: elsewhere lines would have to be
+    broken anew.
+    """
+    lines = text.split("\n")
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.param":
             continue
-        if ast.unparse(node.func) != "pytest.param":
+        first, last = lines[node.lineno - 1], lines[node.end_lineno - 1]
+        own_lines = first.lstrip().startswith("pytest.param(") and last.endswith("),")
+        exploded = node.lineno != node.end_lineno
+        if not own_lines or (exploded and last.strip() != "),"):
+            continue
+        if exploded and not lines[node.end_lineno - 2].endswith(","):
             continue
         for i, keyword in enumerate(node.keywords):
             if keyword.arg == "marks" and _is_dropped(keyword.value):
