@@ -220,7 +220,8 @@ def _write_topk_row(
         tl.atomic_or(
             row_ptr + (key >> 5),
             bit,
-            mask=key < range_len,
+            # A range_start below 0 can wrap the difference around.
+            mask=(key >= 0) & (key < range_len),
             sem="relaxed",
             scope="cta",
         )
@@ -255,6 +256,7 @@ def _scatter_topk_kernel(
     key_starts_ptr,
     range_starts_ptr,
     range_lens_ptr,
+    total_q,
     mask_batch_stride,
     mask_row_stride,
     topk_stride,
@@ -270,7 +272,7 @@ def _scatter_topk_kernel(
     query = tl.program_id(0).to(tl.int64)
     request = tl.program_id(1).to(tl.int64)
     q_start = tl.load(cu_q_lens_ptr + request).to(tl.int64)
-    q_end = tl.load(cu_q_lens_ptr + request + 1).to(tl.int64)
+    q_end = tl.minimum(tl.load(cu_q_lens_ptr + request + 1), total_q).to(tl.int64)
     source_row = q_start + query
     last_word = 0
     if HAS_KEY_STARTS:
@@ -342,6 +344,7 @@ def _build_topk_mask_triton(
         key_starts,
         range_starts,
         range_lens,
+        topk.shape[0],
         out.stride(0),
         out.stride(1),
         topk.stride(0),
