@@ -27,7 +27,8 @@ class CodegenRecord:
             variant; only non-zero differences. None until that is known.
         added_instructions: ``instructions`` less those of the unmasked kernel.
         added_opcodes: ``opcodes`` less those of the unmasked kernel, non-zero only.
-        added_loop_opcodes: ``loop_opcodes`` less those of the unmasked kernel.
+        added_loop_opcodes: ``loop_opcodes`` less those of the unmasked kernel; empty
+            if the mask's loads are elsewhere, for then that loop is not the mask's.
         registers: registers a thread at launch. FA4 redistributes them among its
             warps with setmaxnreg, so this is the allocation and not the pressure.
         local_bytes: local memory a thread in bytes (stack frame and spills).
@@ -70,12 +71,13 @@ class CodegenRecord:
 
     def against(self, unmasked: "CodegenRecord") -> "CodegenRecord":
         """Return this record with the differences from the unmasked kernel."""
+        added_loop = _difference(self.loop_opcodes, unmasked.loop_opcodes)
         return replace(
             self,
             mask_loads=_difference(self.global_loads, unmasked.global_loads),
             added_instructions=self.instructions - unmasked.instructions,
             added_opcodes=_difference(self.opcodes, unmasked.opcodes),
-            added_loop_opcodes=_difference(self.loop_opcodes, unmasked.loop_opcodes),
+            added_loop_opcodes=added_loop if "LDG" in added_loop else {},
         )
 
     def to_dict(self) -> dict:

@@ -163,6 +163,7 @@ def _versions() -> dict[str, str]:
 def _trace_alone(variant: Variant, mask_mod: Callable | None) -> None:
     from vllm_sparse_mla.codegen.callback_kernel import compile_callback_kernel
 
+    compile_callback_kernel.cache_clear()
     compile_callback_kernel(mask_mod, variant.key_starts)
 
 
@@ -175,6 +176,8 @@ def _trace_attention(variant: Variant, mask_mod: Callable | None) -> None:
     def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
+    # FA4 would answer from memory for two variants that its key does not tell apart.
+    _flash_attn_fwd.compile_cache.clear()
     with FakeTensorMode():
         bf16 = torch.bfloat16
         q = tensor(NUM_QUERIES, NUM_HEADS, variant.head_dim, dtype=bf16)
