@@ -10,6 +10,7 @@ not count. Medians are given with the 10th and 90th percentile.
 
 import argparse
 import csv
+import functools
 import importlib.util
 import math
 import os
@@ -89,14 +90,26 @@ def require_gpu() -> torch.device:
     return torch.device("cuda")
 
 
-def activate_overlay() -> None:
-    """Put the patch set in force, as vLLM's plugin loader does, or fail."""
+def on_sm90() -> bool:
+    """Whether the GPU is a Hopper, where FA4 takes packed masks only by the opt-in."""
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def activate_overlay(hopper: bool = False) -> None:
+    """Put the patch set in force, as vLLM's plugin loader does, or fail.
+
+    Args:
+        hopper: with the opt-in for SM90, if this is one.
+    """
     os.environ["VLLM_SPARSE_MLA_STRICT"] = "1"
+    if hopper and on_sm90():
+        os.environ["VLLM_SPARSE_MLA_SM90"] = "1"
     from vllm_sparse_mla.plugin import register
 
     register()
 
 
+@functools.cache
 def load_stock_module(name: str) -> ModuleType:
     """Execute a vLLM module's own file, whatever the overlay puts in its place.
 
@@ -195,20 +208,29 @@ def _version(package: str) -> str:
         return getattr(module, "__version__", "unknown")
 
 
+@functools.cache
 def origin() -> dict[str, str]:
-    """Where and how the rows came about: GPU, versions, date, command."""
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split()
+    """Where and how the rows came about: GPU, versions, date, command.
+
+    The command names files without their folders, so that it reads the same anywhere.
+    """
+    gpu, driver = "none", ["none"]
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+        driver = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.split()
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": gpu,
         "driver": driver[0] if driver else "unknown",
         **{package: _version(package) for package in PACKAGES},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python3", *sys.argv]),
+        "command": shlex.join(["python3", script, *words]),
     }
 
 

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What does a bit-packed mask cost inside FlashAttention-4?
+
+    python3 benchmarks/benchmark_sparse_mla_mask.py --csv mask.csv --plot mask.png
+
+The same attention call (BF16, ``num_splits=1``, with LSE) unmasked and with each
+callback, the same bits read by all. On SM100: ``one word`` is 32 keys a call, ``stock``
+the installed vLLM's callback, ``ours`` this project's. On SM90: ``one key``
+is the only form that stock FA4 takes there, and only without ``causal``; ``ours`` is
+the packed callback with this project's mask application. Shapes are explained in
+mask_cases.py; the first three are those of vLLM's own pull request.
+
+Before a case is timed, outputs and LSE of old and new callbacks must be identical bit
+by bit. Where SM90 has no old callback to compare with: the same as the unmasked causal
+kernel for a mask of all keys, else within 1 % of ``one key`` without ``causal``.
+
+Without a GPU nothing is timed: the table then shows what the kernels of these shapes
+compile to, SASS instructions and the mask's global loads as count x bits.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from bench_common import (
+    activate_overlay,
+    argument_parser,
+    load_stock_module,
+    num_buffers,
+    on_sm90,
+    print_table,
+    save_csv,
+    time_interleaved,
+)
+from mask_cases import Case, Inputs, parse_case
+from tables import pivot
+
+MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
+UNMASKED, ONE_KEY, ONE_WORD = "unmasked", "one key", "one word"
+STOCK, OURS = "stock", "ours"
+UPSTREAM_SHAPES = (
+    "1x256x2048/8/ones",
+    "1x1024x8192/8/ones",
+    "1x4096x32768/8/ones",
+)
+QUICK_SHAPES = (
+    *UPSTREAM_SHAPES,
+    "1x4096x4096/16/ones/causal",
+    "1x8192x8192/16/ones/causal",
+)
+SHAPES = (
+    *UPSTREAM_SHAPES,
+    *(f"{shape}/offset" for shape in UPSTREAM_SHAPES),
+    *(
+        f"1x{length}x{length}/{heads}/ones/causal"
+        for heads in (16, 128)
+        for length in (2048, 4096, 8192, 16384)
+    ),
+    *(f"1x4096x32768/8/{mask}" for mask in ("uniform", "recent", "clustered")),
+    *(f"1x8192x8192/16/{mask}/causal" for mask in ("uniform", "recent", "clustered")),
+    "1x4096x16384/16/uniform/offset",
+    "8x8192x8192/16/uniform/causal",
+    "8x8192x32768/16/uniform",
+    *(f"{shape}/256" for shape in UPSTREAM_SHAPES),
+    "1x4096x4096/8/ones/causal/256",
+    "1x8192x8192/8/ones/causal/256",
+)
+FORMULAS = (
+    "TFLOP/s = 2 x (qk + v dims) x heads x pairs of query and key that dense attention "
+    "looks at / time; GB/s = (Q, K, V, output and mask once) / time"
+)
+MAX_RELATIVE_DIFFERENCE = 1e-2
+
+
+class CheckFailed(Exception):
+    """Old and new callbacks do not agree."""
+
+
+def callbacks(case: Case) -> dict[str, Callable]:
+    """The callbacks that can serve a case on this GPU, by the name of the variant."""
+    from vllm.model_executor.layers.attention import sparse_mla_mask
+    from vllm_sparse_mla.codegen import word_callbacks
+
+    name = "offset_dense_mask_mod" if case.offset else "dense_mask_mod"
+    ours = getattr(sparse_mla_mask, name)
+    if on_sm90():
+        from vllm.vllm_flash_attn.cute.mask import packed_mask_front
+
+        plain = not (case.causal or case.offset)
+        found = {ONE_KEY: word_callbacks.scalar_mask_mod} if plain else {}
+        return found | {OURS: packed_mask_front(ours)}
+    found = {} if case.offset else {ONE_WORD: word_callbacks.word_mask_mod}
+    stock = load_stock_module(MASK_MODULE)
+    return found | {STOCK: getattr(stock, name), OURS: ours}
+
+
+def attend(
+    inputs: Inputs,
+    i: int,
+    callback: Callable | None,
+    mask: torch.Tensor | None = None,
+    causal: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FA4 on buffer `i`: output ``[tokens, heads, dim]`` and LSE."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    case, masked = inputs.case, {}
+    if callback is not None:
+        aux_tensors = [inputs.masks[i] if mask is None else mask]
+        masked = dict(
+            mask_mod=callback, aux_tensors=aux_tensors, aux_tensor_leading_dims=[2]
+        )
+    return flash_attn_varlen_func(
+        q=inputs.q[i],
+        k=inputs.k[i],
+        v=inputs.v[i],
+        cu_seqlens_q=inputs.cu_q,
+        cu_seqlens_k=inputs.cu_k,
+        max_seqlen_q=max(case.q_lens),
+        max_seqlen_k=max(case.k_lens),
+        softmax_scale=case.dims[0] ** -0.5,
+        causal=case.causal if causal is None else causal,
+        return_softmax_lse=True,
+        fa_version=4,
+        num_splits=1,
+        **masked,
+    )
+
+
+def check(inputs: Inputs, found: dict[str, Callable]) -> str:
+    """Compare the callbacks' outputs; says with what, and what came out.
+
+    Raises:
+        CheckFailed: they do not agree.
+    """
+    case = inputs.case
+    out, lse = attend(inputs, 0, found[OURS])
+    expected = {name: attend(inputs, 0, found[name]) for name in found if name != OURS}
+    if on_sm90() and case.causal and case.mask == "ones":
+        expected = {UNMASKED: attend(inputs, 0, None)}
+    elif on_sm90() and not expected:
+        from vllm_sparse_mla.codegen.word_callbacks import scalar_mask_mod
+
+        other = attend(inputs, 0, scalar_mask_mod, inputs.plain_mask, causal=False)
+        if case.causal:
+            difference = (out.float() - other[0].float()).norm()
+            relative = float(difference / other[0].float().norm())
+            if not relative <= MAX_RELATIVE_DIFFERENCE:
+                raise CheckFailed(f"{case}: differs from {ONE_KEY} by {relative:.2e}")
+            return f"{ONE_KEY}, not causal: {relative:.1e}"
+        expected = {ONE_KEY: other}
+    for name, (other_out, other_lse) in expected.items():
+        if not (torch.equal(out, other_out) and torch.equal(lse, other_lse)):
+            raise CheckFailed(f"{case}: {OURS} and {name} are not identical")
+    return f"{' and '.join(expected)}: identical"
+
+
+def measure(case: Case, repeat: int) -> list[dict]:
+    """Check, then time the variants of a case.
+
+    Raises:
+        CheckFailed: see `check`.
+    """
+    torch.manual_seed(0)
+    inputs = Inputs(case, num_buffers, torch.device("cuda"))
+    found = callbacks(case)
+    checked = check(inputs, found)
+    launches = {UNMASKED: lambda i: attend(inputs, i, None)}
+    for name, callback in found.items():
+        launches[name] = lambda i, callback=callback: attend(inputs, i, callback)
+    timings = time_interleaved(launches, len(inputs.q), repeat)
+    rows = []
+    for name, timing in timings.items():
+        low, high = timing.spread_us
+        rows.append(
+            {
+                "shape": str(case),
+                "dims": "/".join(map(str, case.dims)),
+                "density": round(inputs.density, 4),
+                "variant": name,
+                "median us": timing.median_us,
+                "p10 us": low,
+                "p90 us": high,
+                "this / unmasked": timing.median_us / timings[UNMASKED].median_us,
+                "TFLOP/s": case.flops / timing.median_us / 1e6,
+                "GB/s": inputs.num_bytes / timing.median_us / 1e3,
+                "checked against": checked if name == OURS else "",
+                "samples": len(timing.samples),
+                "buffers": len(inputs.q),
+            }
+        )
+    return rows
+
+
+def time_cell(row: dict) -> str:
+    """Milliseconds, and the percentage over unmasked."""
+    text = f"{float(row['median us']) / 1e3:.4f}"
+    if row["variant"] == UNMASKED:
+        return text
+    return f"{text} ({100 * (float(row['this / unmasked']) - 1):+.1f} %)"
+
+
+def compiled_evidence(cases: Sequence[Case], arch: str) -> list[dict]:
+    """What the kernels of these cases compile to; needs no GPU."""
+    from vllm_sparse_mla.codegen import Variant, compile_variants
+    from vllm_sparse_mla.codegen.table import widths_text
+
+    kernels = {case.kernel: case for case in cases}
+    wanted: dict[tuple[str, str], Variant] = {}
+    for kernel, case in kernels.items():
+        kind = "offset" if case.offset else "dense"
+        if arch.startswith("sm_90"):
+            plain = not (case.causal or case.offset)
+            names = {ONE_KEY: "word32_scalar"} if plain else {}
+        else:
+            names = {} if case.offset else {ONE_WORD: "word32"}
+            names |= {STOCK: f"stock_{kind}"}
+        for name, callback in ({UNMASKED: "none"} | names | {OURS: kind}).items():
+            wanted[kernel, name] = Variant(
+                *case.dims, causal=case.causal, callback=callback
+            )
+    records = compile_variants(list(wanted.values()), arch)
+    return [
+        {
+            "kernel": kernel,
+            "target": record.target,
+            "variant": name,
+            "instructions": record.instructions,
+            "over unmasked": record.added_instructions,
+            "mask loads": widths_text(record.mask_loads),
+            "local bytes": record.local_bytes,
+        }
+        for (kernel, name), record in zip(wanted, records)
+    ]
+
+
+def evidence_cell(row: dict) -> str:
+    """Instructions, those over unmasked, and the mask's loads."""
+    if row["variant"] == UNMASKED:
+        return str(row["instructions"])
+    return f"{row['instructions']} ({row['over unmasked']:+d}; {row['mask loads']})"
+
+
+def draw(path: Path, rows: Sequence[dict]) -> None:
+    """Overhead of each callback over the unmasked kernel, one group for each shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    names = [n for n in dict.fromkeys(r["variant"] for r in rows) if n != UNMASKED]
+    figure, axes = pyplot.subplots(figsize=(2 + 0.45 * len(shapes), 5))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        found = {row["shape"]: row for row in rows if row["variant"] == name}
+        places = [i for i, shape in enumerate(shapes) if shape in found]
+        values = [
+            100 * (float(found[shapes[i]]["this / unmasked"]) - 1) for i in places
+        ]
+        axes.bar([i + number * width for i in places], values, width, label=name)
+    axes.set_xticks(
+        [i + 0.4 - width / 2 for i in range(len(shapes))],
+        shapes,
+        rotation=60,
+        ha="right",
+        fontsize=7,
+    )
+    axes.set_ylabel("time over the unmasked kernel, %")
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def run_on_gpu(args) -> int:
+    """Check and time every case; the CSV grows with each. Returns failed cases."""
+    activate_overlay(hopper=True)
+    rows, failed = [], 0
+    for case in args.shapes:
+        try:
+            rows += measure(case, args.repeat)
+        except CheckFailed as error:
+            print(f"not timed: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        if args.csv is not None:
+            save_csv(args.csv, rows)
+    if rows:
+        gpu = torch.cuda.get_device_name()
+        print_table(
+            f"Masked attention on {gpu}: ms, and % over unmasked\n{FORMULAS}",
+            pivot(rows, ("shape", "density"), "variant", time_cell),
+        )
+        ours = [row for row in rows if row["variant"] == OURS]
+        shown = ("shape", "median us", "p10 us", "p90 us", "TFLOP/s", "GB/s",
+                 "checked against")  # fmt: skip
+        print_table(OURS, [{name: row[name] for name in shown} for row in ours])
+        if args.plot is not None:
+            draw(args.plot, rows)
+    return failed
+
+
+def run_without_gpu(args) -> None:
+    """Print the compiled evidence."""
+    rows = []
+    for arch in args.arch:
+        rows += compiled_evidence(args.shapes, arch)
+    print_table(
+        "Nothing was timed: torch sees no GPU.\nWhat the kernels compile to: SASS "
+        "instructions (over unmasked; the mask's loads, count x bits)",
+        pivot(rows, ("kernel", "target"), "variant", evidence_cell),
+    )
+    if args.csv is not None:
+        save_csv(args.csv, rows)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argument_parser(__doc__, parse_case, SHAPES)
+    parser.add_argument(
+        "--quick", action="store_true", help="upstream's shapes and two causal ones"
+    )
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        default=["sm_100a", "sm_90a"],
+        help="targets to compile for where there is no GPU",
+    )
+    args = parser.parse_args()
+    if args.quick:
+        args.shapes = [parse_case(text) for text in QUICK_SHAPES]
+    if not torch.cuda.is_available():
+        run_without_gpu(args)
+    elif run_on_gpu(args):
+        sys.exit("some cases were not timed, because their outputs do not agree")
+
+
+if __name__ == "__main__":
+    main()
