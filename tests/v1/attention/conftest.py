@@ -8,6 +8,8 @@ merge; the packed callbacks themselves run, on the host.
 
 import functools
 import importlib.util
+import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,3 +110,16 @@ def sparse_mla(masked_calls, device) -> SimpleNamespace:
         calls=masked_calls,
         columns_kept=host_callbacks.columns_kept,
     )
+
+
+@pytest.fixture
+def report():
+    """Notes rows of results as JSON lines in the file that SPARSE_MLA_REPORT names."""
+
+    def note(**row: Any) -> None:
+        path = os.environ.get("SPARSE_MLA_REPORT")
+        if path:
+            with open(path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    return note

@@ -40,8 +40,10 @@ class Dims:
 
 def causal_topk(length: int, topk: int, generator: torch.Generator) -> torch.Tensor:
     """Rows as an indexer emits them: keys up to the query by score, then -1."""
-    scores = torch.rand(length, max(length, topk), generator=generator)
-    scores[torch.arange(scores.shape[1]) > torch.arange(length)[:, None]] = -1.0
+    shape, device = (length, max(length, topk)), generator.device
+    scores = torch.rand(shape, generator=generator, device=device)
+    keys = torch.arange(shape[1], device=device)
+    scores[keys > keys[:length, None]] = -1.0
     best = scores.topk(topk, dim=-1)
     return best.indices.where(best.values >= 0, -1).int()
 
@@ -91,23 +93,23 @@ class World:
         dims: Dims | None = None,
         block_size: int = 16,
         seed: int = 0,
-        max_tokens: int = 1024,
+        max_tokens: int = 4096,
     ) -> None:
         self.device, self.block_size = device, block_size
         self.dims = dims or (GPU_DIMS if device.type == "cuda" else Dims())
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(seed)
         d = self.dims
         self.weight = self.randn(
             d.num_heads * (d.qk_nope_head_dim + d.v_head_dim), d.kv_lora_rank
         ).mul_(d.kv_lora_rank**-0.5)
         self.latents = [self.randn(n, d.latent_dim) for n in prompt_lens]
         self.q = [self.randn(n, d.num_heads, d.qk_head_dim) for n in prompt_lens]
-        self.topk = [
-            causal_topk(n, d.index_topk, self.generator).to(device) for n in prompt_lens
-        ]
+        self.topk = [causal_topk(n, d.index_topk, self.generator) for n in prompt_lens]
         width = max(-(-n // block_size) for n in prompt_lens)
-        order = torch.randperm(len(prompt_lens) * width, generator=self.generator)
-        self.block_table = order.int().view(len(prompt_lens), width).to(device)
+        order = torch.randperm(
+            len(prompt_lens) * width, generator=self.generator, device=device
+        )
+        self.block_table = order.int().view(len(prompt_lens), width)
         self.cache = self.latents[0].new_empty(
             len(prompt_lens) * width, block_size, d.latent_dim
         )
@@ -118,8 +120,8 @@ class World:
         self.impl = self.make_impl(topk_indices_buffer=self.topk_buffer)
 
     def randn(self, *shape: int) -> torch.Tensor:
-        values = torch.randn(*shape, generator=self.generator)
-        return values.to(torch.bfloat16).to(self.device)
+        values = torch.randn(*shape, generator=self.generator, device=self.device)
+        return values.to(torch.bfloat16)
 
     def make_impl(self, cls: type | None = None, **kwargs: Any) -> Any:
         """Make a layer that is to take the masked path whatever the device."""

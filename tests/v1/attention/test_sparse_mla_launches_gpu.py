@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What one layer step launches, copies, allocates and compiles, stock's beside ours.
+
+Stock's layer runs with this project's callbacks, as FA4 takes no others on SM90.
+SPARSE_MLA_REPORT names a file for the counts as JSON lines.
+"""
+
+import collections
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import vllm
+from vllm.model_executor.layers.attention import sparse_mla_attention
+
+pytestmark = pytest.mark.gpu
+
+PURE = [(0, 0, 600), (1, 0, 300), (2, 0, 129)]
+CONTEXT = [(0, 325, 640), (1, 389, 700)]
+CASES = {
+    "pure, one request": dict(spans=PURE[:1]),
+    "pure, three requests": dict(spans=PURE),
+    "context, one chunk": dict(spans=CONTEXT),
+    "context, many chunks": dict(spans=CONTEXT, chunk_rows=192),
+    "context, many chunks, a mask a range": dict(spans=CONTEXT, chunk_rows=192),
+}
+KINDS = {
+    "mask": ("topkmask", "topk_mask", "scatter_topk"),
+    "attention": ("flashattention", "flash_fwd", "flashfwd"),
+    "merge": ("merge_attn_states",),
+    "gather": ("gather_and_maybe_dequant",),
+    "copy to device": ("memcpy htod",),
+    "copy to host": ("memcpy dtoh",),
+}
+
+
+@pytest.fixture
+def world(sparse_mla):
+    dims = sparse_mla.dims(
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        index_topk=256,
+    )
+    return sparse_mla.world([700] * 3, dims=dims, block_size=64)
+
+
+def prepared(world, name, impl=None):
+    """A step of which all is in place, and the call of the layer alone."""
+    options = dict(CASES[name])
+    spans = options.pop("spans")
+    words = world.whole_mask_words(spans) - ("a range" in name)
+    step = world.step(spans, mask_words=words, **options)
+    world.write_cache(step)
+    step.write_topk(world.topk_buffer)
+    output = world.new_output(step)
+
+    def call():
+        world.forward(step, impl or world.impl, output)
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    return step, output, call
+
+
+def launches(call):
+    """Names of all that a call puts on the device, in order."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    for _ in range(2):  # the profiler's own start-up may lose a launch
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return [e.name for e in profile.events() if e.device_type == on_device]
+
+
+def count(names):
+    counts = collections.Counter()
+    for name in names:
+        kinds = [
+            k for k, parts in KINDS.items() if any(p in name.lower() for p in parts)
+        ]
+        counts[kinds[0] if kinds else "other"] += 1
+    return counts
+
+
+def stock_impl(world, monkeypatch):
+    """The layer of the installed vLLM's own file, whatever replaces the module."""
+    root = Path(vllm.__file__).parent
+    path = root / "model_executor/layers/attention/sparse_mla_attention.py"
+    spec = importlib.util.spec_from_file_location("_stock_sparse_mla", path)
+    stock = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = stock
+    spec.loader.exec_module(stock)
+    if hasattr(stock.SparseMLACommonImpl, "_build_whole_topk_mask"):
+        pytest.skip("the installed vLLM has this patch")
+    impl = world.make_impl(
+        stock.SparseMLACommonImpl, topk_indices_buffer=world.topk_buffer
+    )
+    if sparse_mla_attention.sm90_masked_mha_enabled():
+        import vllm.vllm_flash_attn as package
+        from vllm.vllm_flash_attn.cute.mask import packed_mask_front
+
+        attend = package.flash_attn_varlen_func
+
+        def with_front(**kwargs):
+            return attend(
+                **kwargs | {"mask_mod": packed_mask_front(kwargs["mask_mod"])}
+            )
+
+        monkeypatch.setattr(package, "flash_attn_varlen_func", with_front)
+    return impl
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches(world, report, monkeypatch, name):
+    import vllm.vllm_flash_attn as package
+
+    step, _, call = prepared(world, name)
+    names = launches(call)
+    ours = count(names)
+    attend, asked = package.flash_attn_varlen_func, []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            package,
+            "flash_attn_varlen_func",
+            lambda **kwargs: (asked.append(kwargs), attend(**kwargs))[1],
+        )
+        call()
+    attention = len(launches(lambda: attend(**asked[0])))
+    rank = world.dims.kv_lora_rank
+    latents, k_pe = step.latents[:, :rank], step.latents[:, rank:].unsqueeze(1)
+    projection = len(launches(lambda: world.impl._project_kv(latents, k_pe)))
+    context = step.metadata.prefill.chunked_context
+    chunks = 0 if context is None else len(context.chunks)
+
+    _, _, call_stock = prepared(world, name, stock_impl(world, monkeypatch))
+    stock = count(launches(call_stock))
+    report(
+        kind="launches",
+        case=name,
+        chunks=chunks,
+        projection=projection,
+        attention=attention,
+        ours=dict(ours),
+        stock=dict(stock),
+        ours_total=sum(ours.values()),
+        stock_total=sum(stock.values()),
+        ours_names=names,
+    )
+    assert ours["copy to device"] == ours["copy to host"] == 0
+    assert ours["mask"] == (1 + chunks if "a range" in name else 1)
+    assert ours["attention"] == 1 + chunks
+    assert ours["gather"] == chunks
+    if not chunks:
+        # The projection, the mask, and what FA4's one call launches.
+        assert len(names) == projection + 1 + attention, names
+
+
+def test_launches_do_not_grow_with_the_requests(world):
+    one, three = (
+        len(launches(prepared(world, name)[2]))
+        for name in ("pure, one request", "pure, three requests")
+    )
+    assert one == three
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_for_the_device(world, name):
+    _, _, call = prepared(world, name)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_allocated_beyond_what_is_called(world, report, monkeypatch, name):
+    """All allocations happen inside FA4's call, the projection and upstream's merge."""
+    import vllm.vllm_flash_attn as package
+
+    inside = 0
+
+    def allocations():
+        return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+    def counting(function):
+        def counted(*args, **kwargs):
+            nonlocal inside
+            before = allocations()
+            result = function(*args, **kwargs)
+            inside += allocations() - before
+            return result
+
+        return counted
+
+    impl = world.impl
+    for owner, attribute in (
+        (package, "flash_attn_varlen_func"),
+        (sparse_mla_attention, "init_mla_context_partial"),
+        (sparse_mla_attention, "accumulate_mla_context_chunk"),
+    ):
+        monkeypatch.setattr(owner, attribute, counting(getattr(owner, attribute)))
+    impl._project_kv = counting(impl._project_kv)
+    _, _, call = prepared(world, name)
+    inside = 0
+    before = allocations()
+    call()
+    total = allocations() - before
+    report(kind="allocations", case=name, total=total, inside_calls=inside)
+    assert total == inside
+
+
+def compiled():
+    """How many kernels FA4 and the mask builder have compiled in this process."""
+    from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
+        TOPK_MASK_KERNEL,
+    )
+    from vllm.vllm_flash_attn.cute import interface
+
+    functions = (
+        interface._flash_attn_fwd,
+        interface._compute_tile_cumsum,
+        interface._compute_blocks_to_batch,
+    )
+    caches = [function.compile_cache.cache for function in functions]
+    return [*caches, TOPK_MASK_KERNEL._compiled_cache], TOPK_MASK_KERNEL
+
+
+LENGTHS = {
+    "long": [
+        *([(0, 0, n)] for n in (129, 257, 1000, 4097)),
+        [(0, 0, 5000), (1, 0, 3), (2, 0, 700), (3, 0, 1), (4, 0, 64)],
+        [(0, 37, 330), (1, 4000, 5000)],
+        [(0, 4700, 5000)],
+    ],
+    "one-tile": [
+        *([(0, 0, n)] for n in (1, 127, 128)),
+        [(0, 1, 2)],
+        [(0, 4999, 5000), (1, 37, 130)],
+    ],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dims", [(128, 64, 128), (192, 64, 256)], ids=str)
+def test_after_warm_up_no_length_compiles(sparse_mla, report, dims, lengths):
+    from vllm.model_executor.layers.attention import sparse_mla_warmup
+
+    nope, rope, v = dims
+    caches, builder = compiled()
+    for cache in caches:
+        cache.clear()
+    start = time.perf_counter()
+    kernel = sparse_mla_warmup.FA4_MASKED_MHA_KERNEL
+    for masked_call in sparse_mla_warmup.MASKED_CALLS:
+        kernel.compile(kernel.CompileKey(masked_call, 16, *dims, torch.bfloat16))
+    fa4_seconds = time.perf_counter() - start
+    for has_ranges in (False, True):
+        for has_key_starts in (False, True):
+            builder.compile(builder.CompileKey(True, has_ranges, has_key_starts))
+    seconds = time.perf_counter() - start
+    warmed = [len(cache) for cache in caches]
+
+    world = sparse_mla.world(
+        [5000, 5000, 700, 64, 64],
+        dims=sparse_mla.dims(16, 512, nope, rope, v, 256),
+        block_size=64,
+        max_tokens=16384,
+    )
+    for spans in LENGTHS[lengths]:
+        for per_range in (False, True):
+            words = world.whole_mask_words(spans) - per_range
+            step = world.step(spans, chunk_rows=1024, mask_words=words)
+            if world.impl.masked_mha_workspace_fits(step.metadata.prefill):
+                world.run(step)
+    torch.cuda.synchronize()
+    after = [len(cache) for cache in caches]
+    report(
+        kind="warm-up",
+        dims=f"{nope + rope}/{v}",
+        lengths=lengths,
+        fa4_seconds=fa4_seconds,
+        builder_seconds=seconds - fa4_seconds,
+        kernels=warmed,
+        after=after,
+    )
+    assert after == warmed
