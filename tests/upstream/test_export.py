@@ -24,14 +24,6 @@ RUFF_OPTIONS = (
 RUFF_RULES = "E,F,UP,B,ISC,SIM,I,G"
 RUFF_IGNORED = "B905,UP007"
 
-# Tests in tests/v1/attention that upstream has no use for.
-ABOUT_THE_PLUGIN = {
-    "tests/v1/attention/test_sm90_opt_in.py"
-    "::test_fa4s_mask_module_is_replaced_only_with_the_switch",
-    # FA4's own kernel, which is tested in its own repository.
-    "tests/v1/attention/test_sm90_packed_mask.py",
-}
-
 
 def export(*options: str) -> str:
     result = CliRunner().invoke(app, ["export-patch", *options])
@@ -63,8 +55,8 @@ def test_the_suite_is_in_the_patch_but_for_what_is_about_the_plugin(
     }
     reference = "tests/v1/attention/sparse_mla_reference.py"
     exported = {c.path for c in vllm_changes if c.path.startswith("tests/")}
-    assert exported == {*files, reference} - set(suite.left_out)
-    assert set(suite.left_out) <= ABOUT_THE_PLUGIN
+    assert exported == {*files, reference}
+    assert not suite.left_out
 
 
 def test_git_applies_the_patches(

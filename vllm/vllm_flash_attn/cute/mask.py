@@ -93,8 +93,8 @@ def packed_mask_front(mask_mod: Callable) -> Callable:
 
     def front(*args):
         raise RuntimeError(
-            "a packed mask front was called key by key: FA4's mask module is not "
-            "overlaid (VLLM_SPARSE_MLA_SM90=1)"
+            "a packed mask front was called key by key: this FA4 has no packed "
+            "branch for SM90"
         )
 
     digest = hashlib.sha256(b"packed mask front")

@@ -42,7 +42,6 @@ SM90_MASKED_MHA_THRESHOLDS: dict[
 
 def sm90_masked_mha_enabled() -> bool:
     """Whether the operator asked for masked MHA on SM90, and this is SM90."""
-    # The name is known to vllm.envs once the plugin has run.
     return bool(
         getattr(envs, "VLLM_SPARSE_MLA_SM90", False)
     ) and current_platform.is_device_capability_family(90)
