@@ -6,11 +6,11 @@
 
 For SM90, with the opt-in. ``masked`` is the layer's ``forward_mha``: K/V projection,
 the mask, FA4, and with context the gather and the merges. ``reused`` is the same in a
-layer that shares another's indexer result and so its mask. ``mqa`` is what stock vLLM does
-there: absorb the queries, ``FlashAttnMLASparseImpl.forward_mqa`` (which also converts
-the indices), value-up. A shape is ``heads x queries + context`` of one request; heads
-are those of one rank. Both results are compared with a float64 oracle, on two heads and
-the last 64 queries, before anything is timed.
+layer that shares another's indexer result and so its mask. ``mqa`` is what stock vLLM
+does there: absorb the queries, ``FlashAttnMLASparseImpl.forward_mqa`` (which also
+converts the indices), value-up. A shape is ``heads x queries + context`` of one
+request; heads are those of one rank. Both results are compared with a float64 oracle,
+on two heads and the last 64 queries, before anything is timed.
 """
 
 import importlib.util
