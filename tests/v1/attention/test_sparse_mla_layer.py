@@ -38,7 +38,7 @@ CONTEXT = {
 }
 # Few queries may miss the keys that stock loses.
 STOCK_HOLDS = ("aligned", "one-query", "middle-has-none")
-ONE_CHUNK, SMALL_CHUNKS = 4096, 96
+ONE_CHUNK, SMALL_CHUNKS = 4096, 160
 
 
 def table(cases, stock_holds=None):
