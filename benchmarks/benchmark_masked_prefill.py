@@ -36,7 +36,7 @@ from bench_common import (
 )
 from mask_cases import MASKS
 from prefill_step import MODELS, Prefill, Step, backend_classes
-from tables import pivot, read_rows
+from result_tables import pivot, read_rows
 from thresholds import (
     MASKED,
     RATIO,

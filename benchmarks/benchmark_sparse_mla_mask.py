@@ -35,7 +35,7 @@ from bench_common import (
     time_interleaved,
 )
 from mask_cases import Case, Inputs, parse_case
-from tables import pivot
+from result_tables import pivot
 
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
 UNMASKED, ONE_KEY, ONE_WORD = "unmasked", "one key", "one word"
