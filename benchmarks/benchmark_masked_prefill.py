@@ -172,7 +172,7 @@ def draw(path: Path, rows: Sequence[dict]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = list(dict.fromkeys((row["model"], int(row["heads"])) for row in rows))
+    panels = sorted({(row["model"], int(row["heads"])) for row in rows})
     figure, axes = pyplot.subplots(
         2, len(panels), figsize=(3.2 * len(panels), 7), squeeze=False
     )
@@ -210,7 +210,7 @@ def draw(path: Path, rows: Sequence[dict]) -> None:
     axes[1][0].set_ylabel("better sparse MQA / masked MHA")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def report(rows: Sequence[dict], args) -> None:

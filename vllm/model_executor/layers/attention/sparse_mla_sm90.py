@@ -19,7 +19,7 @@ _Ranges = tuple[tuple[int, int], ...]
 # (max_seq_len, min_query_len) admits queries of at least min_query_len tokens; the
 # first range that holds the sequence decides, and past the last one sparse MQA runs.
 #
-# PROVISIONAL, to be replaced by what benchmark_sm90_packed_mask.py derives. From one
+# PROVISIONAL, to be replaced by what benchmark_masked_prefill.py derives. From one
 # H200 run of each part on its own (unmasked FA3 in place of the masked kernel): sparse
 # MQA takes 1.7 times as long at 128 heads and 8192 tokens, 3.4 times at 16 heads and
 # 16384. Tensor parallel sizes between keep the bound of size 1. With context, and at
