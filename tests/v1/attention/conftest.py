@@ -61,6 +61,13 @@ def _skip_without_packed_masks() -> None:
         pytest.skip("FA4 takes packed masks on SM100, or on SM90 with the opt-in")
 
 
+def merge_attn_states(output: torch.Tensor, **kwargs: Any) -> None:
+    """The reference's merge; like vLLM's kernel it takes no launch over no rows."""
+    if output.shape[0] == 0:
+        raise RuntimeError("invalid argument: a merge of no rows")
+    reference.merge_attn_states(output=output, **kwargs)
+
+
 @pytest.fixture
 def masked_calls(monkeypatch: pytest.MonkeyPatch, device: torch.device):
     """The layer's FA4 calls, noted; and the stand-ins where there is no GPU."""
@@ -76,12 +83,10 @@ def masked_calls(monkeypatch: pytest.MonkeyPatch, device: torch.device):
         _skip_without_packed_masks()
         attend = package.flash_attn_varlen_func
     else:
-        for owner, name in (
-            (_custom_ops, "gather_and_maybe_dequant_cache"),
-            (mla_attention, "merge_attn_states"),
-            (sparse_mla_attention, "merge_attn_states"),
-        ):
-            monkeypatch.setattr(owner, name, getattr(reference, name))
+        gather = reference.gather_and_maybe_dequant_cache
+        monkeypatch.setattr(_custom_ops, "gather_and_maybe_dequant_cache", gather)
+        for module in (mla_attention, sparse_mla_attention):
+            monkeypatch.setattr(module, "merge_attn_states", merge_attn_states)
     calls: list[MaskedCall] = []
 
     def noted(**kwargs: Any) -> Any:

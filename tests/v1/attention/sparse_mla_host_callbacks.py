@@ -58,9 +58,20 @@ def _host_callback(mask_mod: Any, num_aux_tensors: int) -> Any:
         return _to_cute(torch.empty((2, 2, 8)[:ndim], dtype=torch.int32))
 
     starts = example(1) if num_aux_tensors > 1 else None
-    # Upstream's offset callback shifts by inline PTX, which no host runs.
-    with mock.patch.object(utils, "shr_u32", operator.rshift):
+    # The offset callbacks, upstream's and ours, shift by inline PTX: none on a host.
+    with (
+        mock.patch.object(utils, "shr_u32", operator.rshift),
+        mock.patch.object(cute.arch, "shf", _funnel_shift),
+    ):
         return cute.compile(run, example(3), starts, example(3))
+
+
+def _funnel_shift(low: Any, high: Any, bits: Any, kind: str) -> Any:
+    """PTX's ``shf.r.wrap`` in plain arithmetic; `bits` is below 32."""
+    from cutlass import Uint32, Uint64
+
+    assert kind == "r"
+    return Uint32(((Uint64(high) << 32) | Uint64(low)) >> Uint64(bits))
 
 
 def _to_cute(tensor: torch.Tensor) -> Any:

@@ -104,7 +104,7 @@ class World:
         ).mul_(d.kv_lora_rank**-0.5)
         self.latents = [self.randn(n, d.latent_dim) for n in prompt_lens]
         self.q = [self.randn(n, d.num_heads, d.qk_head_dim) for n in prompt_lens]
-        self.topk = [causal_topk(n, d.index_topk, self.generator) for n in prompt_lens]
+        self.draw_topk()
         width = max(-(-n // block_size) for n in prompt_lens)
         order = torch.randperm(
             len(prompt_lens) * width, generator=self.generator, device=device
@@ -118,6 +118,12 @@ class World:
         )
         self.k_scale = torch.ones(1, device=device)
         self.impl = self.make_impl(topk_indices_buffer=self.topk_buffer)
+
+    def draw_topk(self) -> None:
+        """Give the prompts new top-k rows."""
+        self.topk = [
+            causal_topk(len(q), self.dims.index_topk, self.generator) for q in self.q
+        ]
 
     def randn(self, *shape: int) -> torch.Tensor:
         values = torch.randn(*shape, generator=self.generator, device=self.device)
@@ -324,8 +330,18 @@ class World:
         return torch.cat((k_nope, k_pe), dim=-1), v
 
     def expected(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The float64 oracle's output, and each row's error budget."""
+        """The float64 oracle's output, and each row's error budget.
+
+        Raises:
+            ValueError: A row names a key of its sequence after its query. No indexer
+                does, and whether FA4 attends to it depends on the architecture.
+        """
         prompts, starts, stops = zip(*step.spans)
+        lens = [stop - start for start, stop in zip(starts, stops)]
+        for rows, start, stop in zip(step.topk.split(lens), starts, stops):
+            queries = torch.arange(start, stop, device=self.device)[:, None]
+            if ((rows > queries) & (rows < stop)).any():
+                raise ValueError("topk rows must not name keys after their query")
         latents = torch.cat([self.latents[p][:n] for p, n in zip(prompts, stops)])
         exact, eager = (
             reference.gathered_topk_attention(

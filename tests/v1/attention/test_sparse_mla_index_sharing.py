@@ -75,12 +75,6 @@ def builds(monkeypatch):
     return built
 
 
-def other_rows(world, seed=7):
-    """Replace the prompts' top-k rows by others of the same shape."""
-    world.generator.manual_seed(seed)
-    world.topk = [rows[torch.randperm(len(rows))] for rows in world.topk]
-
-
 @pytest.mark.stock_fails(BUILDS_EVERYWHERE)
 @pytest.mark.parametrize("spans", [SPANS, [(0, 0, 60), (1, 0, 100)]], ids=str)
 def test_a_group_builds_once_a_step(world, builds, spans):
@@ -90,7 +84,7 @@ def test_a_group_builds_once_a_step(world, builds, spans):
         builds.clear()
         for layer, kind in enumerate("IsIs"):
             if kind == "I":
-                other_rows(world)
+                world.draw_topk()
                 step = _same_step_with_new_rows(world, step)
                 model.index(step)
             model.run(step, layer)
@@ -109,7 +103,7 @@ def test_another_step_builds_again_though_the_leader_did_not_run(world, builds):
     model.index(first)
     model.run(first, 0)
     model.run(first, 1)
-    other_rows(world)
+    world.draw_topk()
     second = world.step(SPANS, guarded_mask=first.guarded_mask)
     second.metadata.prefill.topk_mask_workspace = (
         first.metadata.prefill.topk_mask_workspace
@@ -228,7 +222,7 @@ def test_the_first_layer_of_a_group_always_builds(world, builds):
     model = Model(world, "Is")
     step = world.step(SPANS)
     for _ in range(2):
-        other_rows(world)
+        world.draw_topk()
         _same_step_with_new_rows(world, step)
         model.index(step)
         model.run(step, 0)

@@ -11,6 +11,7 @@ import torch
 
 INT32_MAX = 2**31 - 1
 OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"
+NO_ROWS = "stock merges no rows where a split context's request has no queries"
 UNALIGNED = "stock's offset callback loses keys where a context is no multiple of 32"
 
 # (prompt, start, stop) of each prefill request; prompts have 420 tokens.
@@ -35,16 +36,17 @@ CONTEXT = {
     "empty-first": [(0, 90, 90), (1, 250, 300)],
     "empty-middle": [(0, 37, 130), (1, 150, 150), (2, 301, 345)],
     "empty-last": [(0, 250, 300), (1, 37, 37)],
+    "empty-chunks": [(0, 400, 400), (1, 250, 300)],
 }
 # Few queries may miss the keys that stock loses.
-STOCK_HOLDS = ("aligned", "one-query", "middle-has-none")
+STOCK_LOSES_KEYS = CONTEXT.keys() - {"aligned", "one-query", "middle-has-none"}
+STOCK_MERGES_NOTHING = {"empty-middle", "empty-chunks"}
 ONE_CHUNK, SMALL_CHUNKS = 4096, 160
 
 
-def table(cases, stock_holds=None):
+def table(cases, stock_fails=(), reason=None):
     for name, spans in cases.items():
-        fails = stock_holds is not None and name not in stock_holds
-        marks = [pytest.mark.stock_fails(UNALIGNED)] if fails else []
+        marks = [pytest.mark.stock_fails(reason)] if name in stock_fails else []
         yield pytest.param(spans, id=name, marks=marks)
 
 
@@ -62,16 +64,17 @@ def test_pure_prefill(world, sparse_mla, spans, decodes):
 
 
 @pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, SMALL_CHUNKS])
-@pytest.mark.parametrize("spans", table(CONTEXT, STOCK_HOLDS))
+@pytest.mark.parametrize("spans", table(CONTEXT, STOCK_LOSES_KEYS, UNALIGNED))
 def test_context_with_one_mask_of_whole_sequences(world, sparse_mla, spans, chunk_rows):
     step = world.step(spans, chunk_rows=chunk_rows)
     world.assert_right(step, world.run(step))
     chunks = step.metadata.prefill.chunked_context.chunks
+    with_queries = [c for c in chunks if c.token_slice.start < c.token_slice.stop]
     callbacks = [call.callback for call in sparse_mla.calls]
-    assert callbacks == ["offset_dense_mask_mod"] * (1 + len(chunks))
+    assert callbacks == ["offset_dense_mask_mod"] * (1 + len(with_queries))
 
 
-@pytest.mark.parametrize("spans", table(CONTEXT))
+@pytest.mark.parametrize("spans", table(CONTEXT, STOCK_MERGES_NOTHING, NO_ROWS))
 def test_context_with_one_mask_a_range(world, sparse_mla, spans):
     words = world.whole_mask_words(spans) - 1
     step = world.step(spans, chunk_rows=SMALL_CHUNKS, mask_words=words)
@@ -87,6 +90,13 @@ def test_requests_without_any_query_token_launch_nothing(world, sparse_mla, star
     step = world.step([(0, start, start), (1, start, start)])
     assert world.run(step).numel() == 0
     assert sparse_mla.calls == []
+
+
+@pytest.mark.stock_fails("stock hands FA4 a chunk without query tokens")
+def test_a_context_of_no_query_token_is_not_attended_to(world, sparse_mla):
+    step = world.step([(0, 37, 37), (1, 0, 50)])
+    world.assert_right(step, world.run(step))
+    assert len(sparse_mla.calls) == 1
 
 
 @pytest.mark.stock_fails(UNALIGNED)
@@ -107,7 +117,7 @@ def minus_one_anywhere(rows):
     rows[:, ::2] = -1
 
 
-def keys_after_the_query(rows):
+def keys_past_the_sequence(rows):
     rows[:, 2] = 419
 
 
@@ -130,7 +140,7 @@ def check_changed_rows(world, spans, change, per_range=False):
 
 
 @pytest.mark.parametrize(
-    "change", [duplicates, minus_one_anywhere, only_minus_one, keys_after_the_query]
+    "change", [duplicates, minus_one_anywhere, only_minus_one, keys_past_the_sequence]
 )
 @pytest.mark.parametrize(
     "spans",
@@ -219,3 +229,10 @@ def test_a_layer_without_rope(sparse_mla):
     world = sparse_mla.world([200], dims=dims)
     step = world.step([(0, 101, 180)], chunk_rows=64)
     world.assert_right(step, world.run(step))
+
+
+def test_the_oracle_refuses_rows_that_no_indexer_emits(world):
+    step = world.step([(0, 64, 130)])
+    step.topk[0, 0] = 65
+    with pytest.raises(ValueError, match="after their query"):
+        world.expected(step)

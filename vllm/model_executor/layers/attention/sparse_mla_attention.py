@@ -10,7 +10,7 @@ contracts, ``docs/patches.md`` what differs from upstream and why.
 import functools
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -764,6 +764,12 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             num_tokens = chunk.num_context_tokens
             requests = chunk.request_slice
             tokens = chunk.token_slice
+            # A request without query tokens has nothing to attend or merge with, and
+            # the kernels refuse to be launched over no rows.
+            if tokens.start == tokens.stop:
+                continue
+            if chunk.continuation_token_end == tokens.start:
+                chunk = replace(chunk, is_continuation=False)
             ops.gather_and_maybe_dequant_cache(
                 src_cache=kv_c_and_k_pe_cache,
                 dst=workspace,
@@ -814,7 +820,13 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                     chunked_context, attn_out, lse, num_tokens=q.shape[0]
                 )
             accumulate_mla_context_chunk(chunk, attn_out, lse, output, output_lse)
-        assert output is not None and output_lse is not None
+        if output is None or output_lse is None:
+            # Only requests without query tokens have context: partials of no weight.
+            num_queries, num_heads, _ = q.shape
+            output = q.new_zeros(num_queries, num_heads, self.v_head_dim)
+            output_lse = q.new_full(
+                (num_heads, num_queries), -math.inf, dtype=torch.float32
+            )
         return output, output_lse
 
     def forward_mha(  # type: ignore[override]
