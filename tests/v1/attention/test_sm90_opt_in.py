@@ -22,11 +22,22 @@ DEEPSEEK_DIMS = (128, 512, 128, 64, 128)
 GLM_DIMS = (64, 512, 192, 64, 256)
 
 
+# Shaped as vLLM's, whose own table a layer of this process may have replaced.
+SM100_TABLE = {
+    (192, 128): {
+        "FLASHMLA_SPARSE": {1: (((2048, 512), (4096, 1024)), None)},
+        "FLASHINFER_MLA_SPARSE": {8: (((2048, 512),), None)},
+    },
+    (256, 256): {"FLASHMLA_SPARSE": {1: (((8192, 0),), ())}},
+}
+
+
 @pytest.fixture
 def on_device(monkeypatch):
     """Return a function that fakes the compute capability family and the switch."""
-    stock_table = copy.deepcopy(mla_attention._MASKED_MHA_THRESHOLDS)
-    monkeypatch.setattr(mla_attention, "_MASKED_MHA_THRESHOLDS", stock_table)
+    monkeypatch.setattr(
+        mla_attention, "_MASKED_MHA_THRESHOLDS", copy.deepcopy(SM100_TABLE)
+    )
     monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", int)
 
     def fake(family: int, switch: str | None) -> None:
@@ -62,12 +73,11 @@ def on_device(monkeypatch):
 )
 def test_only_the_switch_on_sm90_changes_anything(on_device, family, switch, enabled):
     on_device(family, switch)
-    before = copy.deepcopy(mla_attention._MASKED_MHA_THRESHOLDS)
 
     sparse_mla_sm90.install_sm90_thresholds()
 
     assert sparse_mla_sm90.sm90_masked_mha_enabled() is enabled
-    changed = before != mla_attention._MASKED_MHA_THRESHOLDS
+    changed = mla_attention._MASKED_MHA_THRESHOLDS != SM100_TABLE
     assert changed is enabled
     available = sparse_mla_attention._is_masked_mha_available(*DEEPSEEK_DIMS, "auto")
     assert available is (enabled or family == 100)
