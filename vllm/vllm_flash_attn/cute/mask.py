@@ -108,7 +108,7 @@ def packed_mask_front(mask_mod: Callable) -> Callable:
     return front
 
 
-def _call_packed(mask_mod, batch_idx, head_idx, row, seqlen_info, aux_data, col):
+def _call_packed(mask_mod, batch_idx, head_idx, row, col, *, seqlen_info, aux_data):
     """Call a packed callback for 128 keys from ``col``; its four words."""
     indices = (utils.scalar_to_ssa(i, Int32) for i in (batch_idx, head_idx, row, col))
     keep = _upstream.call_mask_mod(mask_mod, *indices, seqlen_info, aux_data)
@@ -174,6 +174,11 @@ class AttentionMask(_UpstreamAttentionMask):
                         f"the packed mask callback {mask_mod.__name__} does not "
                         f"support {what}"
                     )
+            if mask_seqlen:
+                # A row tile's first call, outside FA4's loops over key blocks: what
+                # is made here is visible to every later call of the tile.
+                ahead = self._make_words_ahead(acc_S)
+                object.__setattr__(self, "_words_ahead", ahead)
             self._apply_packed_mask(
                 acc_S,
                 batch_idx,
@@ -184,8 +189,15 @@ class AttentionMask(_UpstreamAttentionMask):
                 mask_seqlen,
                 packed_mod,
                 aux_data,
+                self._words_ahead,
             )
             return
+        if hasattr(self, "_words_ahead"):
+            # Only block sparsity calls without the callback after a call with it; its
+            # blocks come in an order of their own.
+            raise NotImplementedError(
+                "a packed mask callback does not support block sparsity on SM90"
+            )
         if mask_mod is not None and (mask_causal or mask_local):
             raise NotImplementedError(
                 f"FA4 would ignore mask_mod {getattr(mask_mod, '__name__', mask_mod)} "
@@ -208,6 +220,11 @@ class AttentionMask(_UpstreamAttentionMask):
             fastdiv_mods,
         )
 
+    def _make_words_ahead(self, acc_S: cute.Tensor):
+        """Registers for the mask words of the next block's rows."""
+        num_rows = cute.size(layout_utils.reshape_acc_to_mn(acc_S).shape[0])
+        return cute.make_rmem_tensor((num_rows, -(-self.tile_n // 32)), Uint32)
+
     @cute.jit
     def _apply_packed_mask(
         self,
@@ -220,8 +237,14 @@ class AttentionMask(_UpstreamAttentionMask):
         mask_seqlen: cutlass.Constexpr[bool],
         packed_mod: cutlass.Constexpr[Callable],
         aux_data: AuxData,
+        words_ahead: cute.Tensor,
     ) -> None:
-        """Set the scores of cleared bits and of keys past the end to -inf."""
+        """Set the scores of cleared bits and of keys past the end to -inf.
+
+        FA4 walks key blocks downwards. The words of block ``n_block - 1`` are loaded
+        here, a whole matrix product before they are needed: loaded at their use, they
+        would hold up the softmax by an L2 latency a block.
+        """
         acc_S_mn = layout_utils.reshape_acc_to_mn(acc_S)
         cS = cute.make_identity_tensor((self.tile_m, self.tile_n))
         tScS_mn = layout_utils.reshape_acc_to_mn(thr_mma.partition_C(cS))
@@ -229,34 +252,50 @@ class AttentionMask(_UpstreamAttentionMask):
         # are those plus its offset in the quad.
         t0ScS_mn = layout_utils.reshape_acc_to_mn(thr_mma.get_slice(0).partition_C(cS))
         thr_col_offset = tScS_mn[0][1]
-        # FA4 visits block -1 where a row tile has no key block at all.
-        first_col = cutlass.max(n_block, 0) * self.tile_n
+        num_rows = const_expr(cute.size(tScS_mn.shape[0]))
         num_words = const_expr(-(-self.tile_n // 32))
-        col_limit = self.seqlen_k - first_col - thr_col_offset
-        ends = [_upstream.r2p_bitmask_below(col_limit, i) for i in range(num_words)]
-
-        for r in cutlass.range_constexpr(cute.size(tScS_mn.shape[0])):
-            call = partial(
+        load = partial(
+            self._load_words,
+            words_ahead,
+            [m_block * self.tile_m + tScS_mn[r, 0][0] for r in range(num_rows)],
+            partial(
                 _call_packed,
                 packed_mod,
                 batch_idx,
                 head_idx,
-                m_block * self.tile_m + tScS_mn[r, 0][0],
-                self.seqlen_info,
-                aux_data,
-            )
-            words = self._tile_words(
-                call, packed_mod.__column_alignment__, first_col, thr_col_offset
-            )
-            if const_expr(mask_seqlen):
-                words = [word & end for word, end in zip(words, ends)]
+                seqlen_info=self.seqlen_info,
+                aux_data=aux_data,
+            ),
+            packed_mod.__column_alignment__,
+        )
+        # FA4 visits block -1 where a row tile has no key block at all.
+        block = cutlass.max(n_block, 0)
+        if const_expr(mask_seqlen):
+            load(block)
+        words = [[words_ahead[r, i] for i in range(num_words)] for r in range(num_rows)]
+        load(cutlass.max(block - 1, 0))
+
+        col_limit = self.seqlen_k - block * self.tile_n
+        for r in cutlass.range_constexpr(num_rows):
+            for i in cutlass.range_constexpr(num_words):
+                word = words[r][i]
+                if const_expr(mask_seqlen):
+                    word = word & _upstream.r2p_bitmask_below(col_limit, i)
+                words[r][i] = word >> Uint32(thr_col_offset)
             for c in cutlass.range_constexpr(cute.size(tScS_mn.shape[1])):
                 col = const_expr(t0ScS_mn[0, c][1])
-                keep = Boolean(words[col // 32] & Uint32(1 << (col % 32)))
+                keep = Boolean(words[r][col // 32] & Uint32(1 << (col % 32)))
                 acc_S_mn[r, c] = acc_S_mn[r, c] if keep else -Float32.inf
 
-    def _tile_words(self, call, alignment, first_col, thr_col_offset):
-        """Keep words of one row of a tile, column ``thr_col_offset`` in bit 0."""
+    def _load_words(self, words_ahead, rows, call, alignment, block):
+        """Load the words of a block's rows, column 0 of the block in bit 0."""
+        for r, row in enumerate(rows):
+            words = self._tile_words(partial(call, row), alignment, block * self.tile_n)
+            for i, word in enumerate(words):
+                words_ahead[r, i] = word
+
+    def _tile_words(self, call, alignment, first_col):
+        """Keep words of one row of a tile, column ``first_col`` in bit 0."""
         num_words = -(-self.tile_n // 32)
         max_misalignment = alignment - gcd(self.tile_n, alignment)
         words = call(first_col & -alignment)
@@ -266,6 +305,5 @@ class AttentionMask(_UpstreamAttentionMask):
             last_group = cutlass.max(self.seqlen_k - 1, 0) & -alignment
             words += call(cutlass.min(col, last_group))
         if max_misalignment == 0:
-            return [word >> Uint32(thr_col_offset) for word in words[:num_words]]
-        shift = (first_col & (alignment - 1)) + thr_col_offset
-        return _shift_words_right(words, shift, num_words)
+            return words[:num_words]
+        return _shift_words_right(words, first_col & (alignment - 1), num_words)
