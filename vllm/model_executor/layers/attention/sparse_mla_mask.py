@@ -18,7 +18,7 @@ alone leaves four 32-bit loads.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, Uint64, const_expr
+from cutlass import Int32, Uint32, const_expr
 
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     TOPK_MASK_ALIGN_BYTES,
@@ -31,19 +31,9 @@ _GROUP_WORDS = TOPK_MASK_ALIGN_BYTES // 4  # words of one load: 128 keys
 @cute.jit
 def _load_group(mask: cute.Tensor, batch_idx: Int32, query_idx: Int32, group: Int32):
     """Load words ``[4 * group, 4 * group + 4)`` of a mask row, 16 bytes at once."""
-    batch_stride, query_stride, _ = mask.stride
-    layout = cute.make_layout(
-        mask.shape,
-        stride=(
-            cute.assume(batch_stride, divby=_GROUP_WORDS),
-            cute.assume(query_stride, divby=_GROUP_WORDS),
-            1,
-        ),
-    )
-    aligned = cute.make_tensor(mask.iterator.align(TOPK_MASK_ALIGN_BYTES), layout)
-    source = cute.local_tile(
-        aligned[batch_idx, query_idx, None], (_GROUP_WORDS,), (group,)
-    )
+    row = mask[batch_idx, query_idx, None]
+    aligned = cute.make_tensor(row.iterator.align(TOPK_MASK_ALIGN_BYTES), row.layout)
+    source = cute.local_tile(aligned, (_GROUP_WORDS,), (group,))
     words = cute.make_rmem_tensor_like(source)
     cute.autovec_copy(source, words)
     return cute.recast_tensor(words, Uint32)
@@ -110,7 +100,8 @@ def offset_dense_mask_mod(
     last_group = Int32(mask.shape[2] // _GROUP_WORDS - 1)
     group = cutlass.min(key >> 7, last_group)
     low = _load_group(mask, batch_idx, query_idx, group)
-    high = _load_group(mask, batch_idx, query_idx, cutlass.min(group + 1, last_group))
+    next_group = cutlass.min((key + 128) >> 7, last_group)
+    high = _load_group(mask, batch_idx, query_idx, next_group)
 
     # Shift the eight words right by `key % 128` bits: by two words, by one word, then
     # by bits across each pair of neighbours. Every register index is a constant.
@@ -120,10 +111,8 @@ def offset_dense_mask_mod(
     words = [words[i + 2] if skip_two else words[i] for i in range(6)]
     words = [words[i + 1] if skip_one else words[i] for i in range(5)]
     keep = cute.make_rmem_tensor(_GROUP_WORDS, dtype=Uint32)
-    bit = Uint64(key & 31)
     for i in cutlass.range_constexpr(_GROUP_WORDS):
-        pair = (Uint64(words[i + 1]) << 32) | Uint64(words[i])
-        keep[i] = Uint32(pair >> bit)
+        keep[i] = cute.arch.shf(words[i], words[i + 1], key & 31, "r")
     return keep.load()
 
 
