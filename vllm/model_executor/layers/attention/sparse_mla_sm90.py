@@ -19,23 +19,24 @@ _Ranges = tuple[tuple[int, int], ...]
 # (max_seq_len, min_query_len) admits queries of at least min_query_len tokens; the
 # first range that holds the sequence decides, and past the last one sparse MQA runs.
 #
-# PROVISIONAL, to be replaced by what benchmark_masked_prefill.py derives. From one
-# H200 run of each part on its own (unmasked FA3 in place of the masked kernel): sparse
-# MQA takes 1.7 times as long at 128 heads and 8192 tokens, 3.4 times at 16 heads and
-# 16384. Tensor parallel sizes between keep the bound of size 1. With context, and at
-# 256/256, nothing was measured, so nothing is admitted.
-_MEASURED_192_128: dict[int, tuple[_Ranges, _Ranges | None]] = {
-    1: (((8192, 0),), ()),
-    2: (((8192, 0),), ()),
-    4: (((8192, 0),), ()),
-    8: (((16384, 0),), ()),
-}
+# Derived by benchmark_masked_prefill.py on an H200: where sparse MQA takes at least 1.05
+# times as long. At 256/256 nothing was measured, so nothing is admitted.
 SM90_MASKED_MHA_THRESHOLDS: dict[
     tuple[int, int], dict[str, dict[int, tuple[_Ranges, _Ranges | None]]]
 ] = {
     (192, 128): {
-        "FLASH_ATTN_MLA_SPARSE": _MEASURED_192_128,
-        "FLASHMLA_SPARSE": _MEASURED_192_128,
+        "FLASH_ATTN_MLA_SPARSE": {
+            1: (((8192, 0),), ((4096, 2048),)),
+            2: (((8192, 0),), ((4096, 2048),)),
+            4: (((16384, 0),), ((4096, 1024), (8192, 2048))),
+            8: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 2048))),
+        },
+        "FLASHMLA_SPARSE": {
+            1: (((8192, 0),), ((4096, 1024),)),
+            2: (((8192, 0),), ((4096, 1024),)),
+            4: (((16384, 0),), ((4096, 1024), (8192, 2048))),
+            8: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 2048))),
+        },
     },
 }
 
