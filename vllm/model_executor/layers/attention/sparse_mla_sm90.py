@@ -19,8 +19,8 @@ _Ranges = tuple[tuple[int, int], ...]
 # (max_seq_len, min_query_len) admits queries of at least min_query_len tokens; the
 # first range that holds the sequence decides, and past the last one sparse MQA runs.
 #
-# Derived by benchmark_masked_prefill.py on an H200: where sparse MQA takes at least 1.05
-# times as long. At 256/256 nothing was measured, so nothing is admitted.
+# Derived by benchmark_masked_prefill.py on an H200: where sparse MQA takes at least
+# 1.05 times as long. At 256/256 nothing was measured, so nothing is admitted.
 SM90_MASKED_MHA_THRESHOLDS: dict[
     tuple[int, int], dict[str, dict[int, tuple[_Ranges, _Ranges | None]]]
 ] = {
