@@ -131,7 +131,7 @@ def prefill_body(rows: Rows) -> str:
             "Length at which a pure prefill takes the same time both ways:",
             markdown(crossovers(rows)),
             "Thresholds derived from these rows:",
-            f"```python\n{source}\n```",
+            f"```text\n{source}\n```",
             f"Spread. {benchmark_masked_prefill.FORMULAS}.",
             markdown(spread),
         )
