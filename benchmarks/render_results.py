@@ -194,10 +194,6 @@ PAGES: dict[str, tuple[str, tuple[Section, ...]]] = {
         "The first prompt of each length",
         (Section("first-call", "First calls", first_call_body),),
     ),
-    "layer": (
-        "One layer on a GPU",
-        (Section("layer", "Time of a layer step", plain_body),),
-    ),
     "serving": (
         "Serving",
         (

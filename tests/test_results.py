@@ -76,7 +76,9 @@ def folder(tmp_path):
             for length in (3001, 4001)
         ],
     )
-    write(tmp_path / "layer-h200.csv", [{"shape": "16x4096", "median us": 200.0}])
+    write(
+        tmp_path / "serving-ttft-h200.csv", [{"shape": "16x4096", "median us": 200.0}]
+    )
     return tmp_path
 
 
@@ -87,7 +89,7 @@ def test_every_csv_has_its_page(folder):
         "hopper-h200.md",
         "topk-mask-build-h200.md",
         "first-call-h200.md",
-        "layer-h200.md",
+        "serving-h200.md",
     ]
     for text in pages.values():
         assert ORIGIN["command"] in text and "NVIDIA H200" in text
@@ -112,10 +114,10 @@ def test_readme_table_is_made_of_the_rows(folder):
 
 def test_notes_are_kept(folder):
     begin, end = render_results.NOTES
-    page = folder / "layer-h200.md"
-    page.write_text(f"{begin}\nerrors and launches\n{end}\n")
+    page = folder / "serving-h200.md"
+    page.write_text(f"{begin}\nwhat was seen beside the rows\n{end}\n")
     assert (
-        f"{begin}\nerrors and launches\n{end}"
+        f"{begin}\nwhat was seen beside the rows\n{end}"
         in (render_results.make_pages(folder)[page])
     )
 

@@ -54,7 +54,6 @@ def test_help_names_the_common_options(run, capsys, script):
         "benchmark_masked_prefill",
         "benchmark_topk_mask_build",
         "benchmark_first_call",
-        "benchmark_layer_step",
     ],
 )
 def test_says_that_it_needs_a_gpu(run, script):
