@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 
-.PHONY: run test test-stock lint
+.PHONY: run test test-stock lint codegen-latest
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
@@ -19,6 +19,10 @@ test: $(INSTALLED)
 # The tests that would run in vLLM's own CI, against vLLM without the overlay.
 test-stock: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --stock tests/v1 $(ARGS)
+
+# A look ahead: what the masked kernels compile to with the newest FA4 on PyPI.
+codegen-latest: $(INSTALLED)
+	$(BIN)/vllm-sparse-mla codegen --fa4-from-pypi $(ARGS)
 
 lint: $(LINTER)
 	$(BIN)/ruff check .

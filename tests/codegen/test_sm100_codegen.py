@@ -27,11 +27,14 @@ CELLS = {
     "256-full-lse-b2": Variant(256, 256, batch=2),
     "256-causal-lse-b2": Variant(256, 256, causal=True, batch=2),
 }
-# The 256/256 kernel as a whole is not a stable measure: with the same callback ptxas
-# keeps a few values more or fewer in uniform registers. Seen: 4319 instructions with
-# `dense` and 4317 with stock, though the loop has three fewer; 6664 and 6659 with the
-# key start from a tensor and from the mask.
-SLACK = {192: 0, 256: 8}
+# Instructions more than stock. In PTX both callbacks come to the same number, 5904 (not
+# causal) and 6688: ours has three loads fewer and, for the address, three instructions
+# more. ptxas makes 4322 of them against stock's 4317, and 5418 against 5412. Everywhere
+# else ours is shorter.
+SLACK = {
+    Variant(256, 256, lse=False, callback="dense"): 5,
+    Variant(256, 256, causal=True, lse=False, callback="dense"): 6,
+}
 OURS = {
     "dense": ("dense", False),
     "offset": ("offset", False),
@@ -99,7 +102,7 @@ def test_stock_callbacks_fail_the_width_check(compiled, cell):
 def test_no_costlier_than_the_stock_callback_of_its_kind(compiled, ours):
     stock = replace(ours, callback=f"stock_{ours.callback}", key_starts=False)
     record, reference = compiled[ours], compiled[stock]
-    assert record.instructions <= reference.instructions + SLACK[ours.head_dim]
+    assert record.instructions <= reference.instructions + SLACK.get(ours, 0)
     assert record.registers <= reference.registers
     assert record.local_bytes <= reference.local_bytes
     assert record.local_opcodes <= reference.local_opcodes
@@ -138,7 +141,7 @@ def test_every_callback_is_applied_as_often_as_one_word_a_call(compiled, ours):
 def test_key_starts_cost_no_more_than_the_reserved_word(compiled, cell):
     reserved = compiled[replace(cell, callback="offset")]
     separate = compiled[replace(cell, callback="offset", key_starts=True)]
-    assert separate.instructions <= reserved.instructions + SLACK[cell.head_dim]
+    assert separate.instructions <= reserved.instructions
 
 
 def test_code_does_not_depend_on_the_number_of_requests(compiled):
