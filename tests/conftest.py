@@ -5,6 +5,7 @@
 import os
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,22 @@ def pytest_collection_modifyitems(
                 reason=known.args[0], strict=True, run=known.kwargs.get("run", True)
             )
             item.add_marker(expected)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if not config.getoption("--stock"):
+        return
+    failures = terminalreporter.getreports("xfailed")
+    # Pytest puts "[NOTRUN] " before the reason of a test that it did not run.
+    reasons = Counter(
+        report.wasxfail.removeprefix("reason: ").removeprefix("[NOTRUN] ")
+        for report in failures
+    )
+    terminalreporter.section("stock vLLM fails, the patch set passes")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count:4} tests: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm.model_executor.layers.attention import (
-    mla_attention,
-    sparse_mla_attention,
-    sparse_mla_sm90,
-)
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
+
+try:
+    from vllm.model_executor.layers.attention import sparse_mla_sm90
+except ImportError:  # stock: every test here fails, as marked
+    sparse_mla_sm90 = None
+
+pytestmark = pytest.mark.stock_fails("stock has no opt-in for SM90")
 
 SWITCH = "VLLM_SPARSE_MLA_SM90"
 DEEPSEEK_DIMS = (128, 512, 128, 64, 128)
@@ -97,19 +100,15 @@ def test_no_row_measured_on_sm100_is_left(on_device):
     sparse_mla_sm90.install_sm90_thresholds()
     table = mla_attention._MASKED_MHA_THRESHOLDS
     assert table == sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS
-    backends = {name for rows in table.values() for name in rows}
-    assert backends == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
+    assert list(table) == [(192, 128)]
+    assert set(table[192, 128]) == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
+    assert all(set(sizes) == {1, 2, 4, 8} for sizes in table[192, 128].values())
 
 
-def _rows():
-    for dims, backends in sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS.items():
-        for backend, sizes in backends.items():
-            for size in sizes:
-                yield pytest.param(dims, backend, size, id=f"{dims}-{backend}-tp{size}")
-
-
-@pytest.mark.parametrize("dims, backend, size", list(_rows()))
-def test_thresholds_decide_through_upstreams_function(on_device, dims, backend, size):
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("backend", ["FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"])
+def test_thresholds_decide_through_upstreams_function(on_device, backend, size):
+    dims = (192, 128)
     on_device(90, "1")
     sparse_mla_sm90.install_sm90_thresholds()
     pure, context = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS[dims][backend][size]

@@ -30,6 +30,7 @@ def build_with_cutedsl(*args):
     topk_mask_cutedsl.build_topk_mask_cutedsl(*args)
 
 
+pytestmark = pytest.mark.stock_fails("stock has no builder over packed rows")
 BUILDERS = [
     pytest.param(build_with_triton, id="triton", marks=pytest.mark.interpreter),
     pytest.param(build_with_cutedsl, id="cutedsl", marks=pytest.mark.gpu),
