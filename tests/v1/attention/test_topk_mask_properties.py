@@ -19,6 +19,8 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 POISON = 0x5A5A5A5A
 HOSTILE = (-1, -1, -1, -2, INT32_MIN, INT32_MAX, INT32_MAX - 31)
 
+pytestmark = pytest.mark.stock_fails("stock has no builder over packed rows")
+
 
 def build_with_triton(*args):
     sparse_mla_attention._build_topk_mask_triton(*args)
@@ -30,7 +32,6 @@ def build_with_cutedsl(*args):
     topk_mask_cutedsl.build_topk_mask_cutedsl(*args)
 
 
-pytestmark = pytest.mark.stock_fails("stock has no builder over packed rows")
 BUILDERS = [
     pytest.param(build_with_triton, id="triton", marks=pytest.mark.interpreter),
     pytest.param(build_with_cutedsl, id="cutedsl", marks=pytest.mark.gpu),
