@@ -4,7 +4,8 @@
 
 Replaces its namesakes in vLLM 0.33.0's module of this name; everything else there
 (metadata, metadata builder, sparse MQA) is upstream's. ``docs/design.md`` states the
-contracts, ``docs/patches.md`` what differs from upstream and why.
+contracts, ``docs/patches.md`` what differs from upstream and why. Contract, builder
+front and layer share this file because upstream's definitions of these names do.
 """
 
 import functools
