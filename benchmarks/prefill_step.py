@@ -25,6 +25,8 @@ import torch
 from bench_common import load_stock_module
 from mask_cases import TOPK, cumulative, topk_rows, visible_keys
 
+from vllm_sparse_mla.mla_layer import make_masked_layer
+
 LAYER_MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
 LATENT = 512
@@ -256,29 +258,16 @@ class Prefill:
         names = common.__init__.__globals__
         one_rank = {"get_tensor_model_parallel_world_size": lambda: 1}
         with mock.patch.dict(names, one_rank), set_current_vllm_config(config):
-            impl = cls(
+            return make_masked_layer(
+                cls,
                 num_heads=self.step.heads,
-                head_size=self.latent_dim,
-                scale=model.qk**-0.5,
-                num_kv_heads=1,
-                alibi_slopes=None,
-                sliding_window=None,
-                kv_cache_dtype="auto",
-                logits_soft_cap=None,
-                attn_type="decoder",
-                kv_sharing_target_layer_name=None,
-                q_lora_rank=None,
                 kv_lora_rank=LATENT,
                 qk_nope_head_dim=model.nope,
                 qk_rope_head_dim=model.rope,
-                qk_head_dim=model.qk,
                 v_head_dim=model.v,
-                kv_b_proj=lambda x: (torch.nn.functional.linear(x, self.weight), None),
+                kv_b_weight=self.weight,
                 topk_indices_buffer=self.topk,
             )
-        impl.masked_mha_available = True
-        impl._sparse_mla_force_masked_mha = True
-        return impl
 
     def masked_mha(self) -> Callable[[], torch.Tensor]:
         """This project's masked MHA."""

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm_sparse_mla import reference
 from vllm_sparse_mla.check.stand_ins import attention_calls
 from vllm_sparse_mla.check.steps import EngineStep, ScheduledRun
+from vllm_sparse_mla.mla_layer import make_masked_layer
 
 NO_CONTEXT = "no context"
 WHOLE_SEQUENCE = "whole sequence"
@@ -66,17 +67,6 @@ class StepResult:
 
     def to_dict(self) -> dict[str, Any]:
         return {"ok": self.ok} | vars(self)
-
-
-class _Projection(torch.nn.Module):
-    """`kv_b_proj` as the layer calls it: returns the product and no bias."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.nn.functional.linear(latents, self.weight), None
 
 
 def causal_topk_rows(
@@ -138,29 +128,16 @@ class PrefillCheck:
             (w.token_budget, w.index_topk), -1, dtype=torch.int32, device=run.device
         )
         with set_current_vllm_config(run.vllm_config):
-            self.impl = SparseMLACommonImpl(
+            self.impl = make_masked_layer(
+                SparseMLACommonImpl,
                 num_heads=w.num_heads,
-                head_size=w.latent_dim,
-                scale=w.qk_head_dim**-0.5,
-                num_kv_heads=1,
-                alibi_slopes=None,
-                sliding_window=None,
-                kv_cache_dtype="auto",
-                logits_soft_cap=None,
-                attn_type="decoder",
-                kv_sharing_target_layer_name=None,
-                q_lora_rank=None,
                 kv_lora_rank=w.kv_lora_rank,
                 qk_nope_head_dim=w.qk_nope_head_dim,
                 qk_rope_head_dim=w.qk_rope_head_dim,
-                qk_head_dim=w.qk_head_dim,
                 v_head_dim=w.v_head_dim,
-                kv_b_proj=_Projection(self._weight),
+                kv_b_weight=self._weight,
                 topk_indices_buffer=self._topk,
             )
-        # The check decides what to run, whatever the device and the head count.
-        self.impl.masked_mha_available = True
-        self.impl._sparse_mla_force_masked_mha = True
 
     def _randn(self, *shape: int) -> torch.Tensor:
         values = torch.randn(*shape, generator=self._generator)
