@@ -3,6 +3,7 @@
 """What happens when a mask workspace is too small, and exactly when."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -68,8 +69,10 @@ def test_the_smallest_workspace_is_that_of_the_largest_range(world):
 def test_a_workspace_for_no_mask_is_an_error_before_attention(world, sparse_mla, spans):
     step = world.step(spans, chunk_rows=96, mask_words=64)
     assert not world.impl.masked_mha_workspace_fits(step.metadata.prefill)
-    with pytest.raises(ValueError, match="workspace"):
+    with pytest.raises(ValueError, match="workspace") as raised:
         world.run(step)
+    # What is needed and what is there.
+    assert re.search(r"\d+ int32 words.* 64\b", str(raised.value))
     assert sparse_mla.calls == []
 
 

@@ -528,10 +528,19 @@ def _build_topk_mask(
 
 def _topk_mask_view(
     workspace: torch.Tensor, shape: tuple[int, int, int]
-) -> torch.Tensor | None:
-    """The first words of the workspace as a mask, or None where they are too few."""
+) -> torch.Tensor:
+    """The first words of the workspace as a mask.
+
+    Raises:
+        ValueError: The workspace has too few words.
+    """
     needed = math.prod(shape)
-    return workspace[:needed].view(shape) if needed <= workspace.numel() else None
+    if needed > workspace.numel():
+        raise ValueError(
+            f"topk_mask_workspace must hold {needed} int32 words for a mask of shape "
+            f"{shape}, got {workspace.numel()}"
+        )
+    return workspace[:needed].view(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -625,7 +634,10 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         max_seq_len: int,
         key_starts: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """The mask over whole sequences, or None where the workspace is too small.
+        """The mask over whole sequences.
+
+        With key starts None where the workspace is too small for it, since ranges can
+        take its place; without, that is a ValueError.
 
         Layers that share an indexer result share its mask: the first layer of an index
         group always builds, the others reuse what they find only if the workspace was
@@ -638,9 +650,9 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             max_seq_len,
             reserve_key_starts_word=key_starts is not None,
         )
-        mask = _topk_mask_view(workspace, shape)
-        if mask is None:
+        if key_starts is not None and math.prod(shape) > workspace.numel():
             return None
+        mask = _topk_mask_view(workspace, shape)
         source = _TOPK_MASK_SOURCES.pop(workspace, None)
         follows = self.index_group is not None and self.index_group_index > 0
         if (
@@ -676,11 +688,6 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         workspace = prefill.topk_mask_workspace
         shape = _topk_mask_shape(cu_q_lens.shape[0] - 1, max_query_len, max_range_len)
         mask = _topk_mask_view(workspace, shape)
-        if mask is None:
-            raise ValueError(
-                f"topk_mask_workspace must hold {math.prod(shape)} int32 words for a "
-                f"mask of shape {shape}, got {workspace.numel()}"
-            )
         _TOPK_MASK_SOURCES.pop(workspace, None)
         _build_packed_topk_mask(
             topk, cu_q_lens, shape[1], max_range_len, mask, range_starts=range_starts
@@ -893,11 +900,6 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         context = prefill.chunked_context
         if context is None:
             mask = self._build_whole_topk_mask(topk, prefill, max_query_len, None)
-            if mask is None:
-                raise ValueError(
-                    "topk_mask_workspace is too small for this batch; "
-                    "masked_mha_workspace_fits must be asked first"
-                )
             self._run_masked_mha(**suffix, mask=mask, out=attn_out)
             return
 
