@@ -27,14 +27,6 @@ CELLS = {
     "256-full-lse-b2": Variant(256, 256, batch=2),
     "256-causal-lse-b2": Variant(256, 256, causal=True, batch=2),
 }
-# Instructions more than stock. In PTX both callbacks come to the same number, 5904 (not
-# causal) and 6688: ours has three loads fewer and, for the address, three instructions
-# more. ptxas makes 4322 of them against stock's 4317, and 5418 against 5412. Everywhere
-# else ours is shorter.
-SLACK = {
-    Variant(256, 256, lse=False, callback="dense"): 5,
-    Variant(256, 256, causal=True, lse=False, callback="dense"): 6,
-}
 OURS = {
     "dense": ("dense", False),
     "offset": ("offset", False),
@@ -102,7 +94,7 @@ def test_stock_callbacks_fail_the_width_check(compiled, cell):
 def test_no_costlier_than_the_stock_callback_of_its_kind(compiled, ours):
     stock = replace(ours, callback=f"stock_{ours.callback}", key_starts=False)
     record, reference = compiled[ours], compiled[stock]
-    assert record.instructions <= reference.instructions + SLACK.get(ours, 0)
+    assert record.instructions <= reference.instructions
     assert record.registers <= reference.registers
     assert record.local_bytes <= reference.local_bytes
     assert record.local_opcodes <= reference.local_opcodes

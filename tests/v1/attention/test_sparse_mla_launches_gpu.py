@@ -239,13 +239,13 @@ def compiled():
 
 LENGTHS = {
     "long": [
-        *([(0, 0, n)] for n in (129, 257, 1000, 4097)),
+        *([(0, 0, n)] for n in (257, 1000, 4097)),
         [(0, 0, 5000), (1, 0, 3), (2, 0, 700), (3, 0, 1), (4, 0, 64)],
         [(0, 37, 330), (1, 4000, 5000)],
         [(0, 4700, 5000)],
     ],
-    "one-tile": [
-        *([(0, 0, n)] for n in (1, 127, 128)),
+    "short": [
+        *([(0, 0, n)] for n in (1, 127, 128, 129, 256)),
         [(0, 1, 2)],
         [(0, 4999, 5000), (1, 37, 130)],
     ],
@@ -263,8 +263,11 @@ def test_after_warm_up_no_length_compiles(sparse_mla, report, dims, lengths):
         cache.clear()
     start = time.perf_counter()
     kernel = sparse_mla_warmup.FA4_MASKED_MHA_KERNEL
-    for masked_call in sparse_mla_warmup.MASKED_CALLS:
-        kernel.compile(kernel.CompileKey(masked_call, 16, *dims, torch.bfloat16))
+    topk = {"long": 2048, "short": 0}[lengths]
+    for tiles in sparse_mla_warmup.reachable_query_tiles(topk):
+        for masked_call in sparse_mla_warmup.MASKED_CALLS:
+            key = kernel.CompileKey(masked_call, 16, *dims, torch.bfloat16, tiles)
+            kernel.compile(key)
     fa4_seconds = time.perf_counter() - start
     for has_ranges in (False, True):
         for has_key_starts in (False, True):

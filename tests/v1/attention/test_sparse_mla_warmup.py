@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm.model_executor.layers.attention import (
+    mla_attention,
+    sparse_mla_attention,
+)
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
 stock_has_none = pytest.mark.stock_fails("stock warms nothing of the masked path up")
@@ -108,6 +111,35 @@ def test_a_key_for_each_call_with_the_heads_of_one_rank(tensor_parallel_size):
     assert {(k.qk_nope_head_dim, k.qk_rope_head_dim, k.v_head_dim) for k in keys} == {
         (128, 64, 128)
     }
+
+
+@stock_has_none
+@pytest.mark.parametrize(
+    ("topk", "tiles"), [(64, {1, 2, 3}), (128, {2, 3}), (256, {3}), (2048, {3})]
+)
+def test_a_key_for_each_length_of_queries_that_fa4_tells_apart(topk, tiles):
+    keys = warmup_module().FA4_MASKED_MHA_KERNEL.get_warmup_keys(vllm_config(topk=topk))
+    assert len(keys) == len(tiles) * len(warmup_module().MASKED_CALLS)
+    assert {key.query_tiles for key in keys} == tiles
+
+
+def test_no_threshold_admits_short_queries_beside_a_context():
+    tables = mla_attention._MASKED_MHA_THRESHOLDS
+    for backends in tables.values():
+        for pure, context in (r for b in backends.values() for r in b.values()):
+            for _, min_query_len in pure if context is None else context:
+                assert min_query_len > 256
+
+
+@stock_has_none
+def test_every_call_of_a_step_names_its_longest_query(sparse_mla):
+    """A context chunk of a short query alone compiles nothing of its own."""
+    world = sparse_mla.world([400, 300])
+    step = world.step([(0, 64, 364), (1, 256, 258)], chunk_rows=64)
+    chunks = step.metadata.prefill.chunked_context.chunks
+    assert {chunk.max_query_len for chunk in chunks} == {300, 2}
+    world.run(step)
+    assert {call.max_seqlen_q for call in sparse_mla.calls} == {300}
 
 
 @stock_has_none

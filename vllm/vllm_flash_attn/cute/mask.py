@@ -270,21 +270,22 @@ class AttentionMask(_UpstreamAttentionMask):
         )
         # FA4 visits block -1 where a row tile has no key block at all.
         block = cutlass.max(n_block, 0)
-        if const_expr(mask_seqlen):
-            load(block)
-        words = [[words_ahead[r, i] for i in range(num_words)] for r in range(num_rows)]
-        load(cutlass.max(block - 1, 0))
+        words = cute.make_rmem_tensor_like(words_ahead)
+        # Nothing was loaded ahead for a row tile's first block: it goes round twice.
+        for i in cutlass.range(0 if mask_seqlen else 1, 2, unroll=1):
+            words.store(words_ahead.load())
+            load(cutlass.max(block - i, 0))
 
         col_limit = self.seqlen_k - block * self.tile_n
         for r in cutlass.range_constexpr(num_rows):
             for i in cutlass.range_constexpr(num_words):
-                word = words[r][i]
+                word = words[r, i]
                 if const_expr(mask_seqlen):
                     word = word & _upstream.r2p_bitmask_below(col_limit, i)
-                words[r][i] = word >> Uint32(thr_col_offset)
+                words[r, i] = word >> Uint32(thr_col_offset)
             for c in cutlass.range_constexpr(cute.size(tScS_mn.shape[1])):
                 col = const_expr(t0ScS_mn[0, c][1])
-                keep = Boolean(words[r][col // 32] & Uint32(1 << (col % 32)))
+                keep = Boolean(words[r, col // 32] & Uint32(1 << (col % 32)))
                 acc_S_mn[r, c] = acc_S_mn[r, c] if keep else -Float32.inf
 
     def _load_words(self, words_ahead, rows, call, alignment, block):

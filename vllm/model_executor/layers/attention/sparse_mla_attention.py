@@ -766,6 +766,9 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         chunked_context = prefill_metadata.chunked_context
         assert chunked_context is not None
         workspace = chunked_context.workspace
+        # FA4 has kernels of its own for short queries. A chunk's longest query may be
+        # short where the batch's is not, and would compile them while serving.
+        max_query_len = prefill_metadata.max_query_len
         output: torch.Tensor | None = None
         output_lse: torch.Tensor | None = None
         for chunk in chunked_context.chunks:
@@ -802,7 +805,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                     topk[tokens],
                     prefill_metadata,
                     chunk.query_start_loc,
-                    chunk.max_query_len,
+                    max_query_len,
                     chunk.starts,
                     chunk.max_seq_len,
                 )
@@ -812,7 +815,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 v=v,
                 cu_seqlens_q=chunk.query_start_loc,
                 cu_seqlens_k=chunk.cu_seq_lens,
-                max_seqlen_q=chunk.max_query_len,
+                max_seqlen_q=max_query_len,
                 max_seqlen_k=chunk.max_seq_len,
                 mask=chunk_mask,
                 causal=False,

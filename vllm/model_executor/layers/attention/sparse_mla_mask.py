@@ -18,7 +18,7 @@ alone leaves four 32-bit loads.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     TOPK_MASK_ALIGN_BYTES,
@@ -29,11 +29,18 @@ _GROUP_WORDS = TOPK_MASK_ALIGN_BYTES // 4  # words of one load: 128 keys
 
 
 @cute.jit
-def _load_group(mask: cute.Tensor, batch_idx: Int32, query_idx: Int32, group: Int32):
-    """Load words ``[4 * group, 4 * group + 4)`` of a mask row, 16 bytes at once."""
-    row = mask[batch_idx, query_idx, None]
-    aligned = cute.make_tensor(row.iterator.align(TOPK_MASK_ALIGN_BYTES), row.layout)
-    source = cute.local_tile(aligned, (_GROUP_WORDS,), (group,))
+def _load_group(mask: cute.Tensor, batch_idx: Int32, query_idx: Int32, word: Int32):
+    """Load words ``[word, word + 4)`` of a mask row, 16 bytes at once."""
+    # The address is summed in bytes: indexed through the tensor, the 256/256 kernel
+    # comes out longer than with stock's four 32-bit loads.
+    offset = Int64(cute.crd2idx((batch_idx, query_idx, word), mask.layout))
+    pointer = cute.make_ptr(
+        Int32,
+        mask.iterator.toint() + offset * 4,
+        mask.memspace,
+        assumed_align=TOPK_MASK_ALIGN_BYTES,
+    )
+    source = cute.make_tensor(pointer, cute.make_layout(_GROUP_WORDS))
     words = cute.make_rmem_tensor_like(source)
     cute.autovec_copy(source, words)
     return cute.recast_tensor(words, Uint32)
@@ -59,7 +66,7 @@ def dense_mask_mod(
         aux_tensors[0],
         utils.ssa_to_scalar(batch),
         utils.ssa_to_scalar(q_idx),
-        utils.ssa_to_scalar(kv_idx) >> 7,
+        utils.ssa_to_scalar(kv_idx) >> 5,
     )
     return words.load()
 
@@ -99,9 +106,9 @@ def offset_dense_mask_mod(
 
     last_group = Int32(mask.shape[2] // _GROUP_WORDS - 1)
     group = cutlass.min(key >> 7, last_group)
-    low = _load_group(mask, batch_idx, query_idx, group)
+    low = _load_group(mask, batch_idx, query_idx, group * 4)
     next_group = cutlass.min((key + 128) >> 7, last_group)
-    high = _load_group(mask, batch_idx, query_idx, next_group)
+    high = _load_group(mask, batch_idx, query_idx, next_group * 4)
 
     # Shift the eight words right by `key % 128` bits: by two words, by one word, then
     # by bits across each pair of neighbours. Every register index is a constant.

@@ -3,8 +3,9 @@
 """Start-up compilation of what the first long prompt would otherwise compile.
 
 FA4 compiles a kernel for each combination of callback, causality and LSE (3 to 6 s
-each), the mask builder one for each of its specialisations. Both register with vLLM's
-JIT warm-up registry while the model is loaded, only where masked MHA is available.
+each), and others for very short queries; the mask builder one for each of its
+specialisations. Both register with vLLM's JIT warm-up registry while the model is
+loaded, only where masked MHA is available.
 """
 
 from dataclasses import dataclass
@@ -21,11 +22,14 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Any batch up to FA4's batch-lookup threshold and any query length above one tile
-# compile to the same kernel.
+# Any batch up to FA4's batch-lookup threshold and any number of keys compile to the
+# same kernel.
 _NUM_REQUESTS = 2
-_QUERY_LEN = 2048
 _KEY_LEN = 4096
+_TILE_LEN = 128
+# Longest queries of one row tile and of two have kernels of their own in FA4; any
+# longer ones share theirs.
+_QUERY_TILES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,16 @@ MASKED_CALLS = (
 )
 
 
+def reachable_query_tiles(index_topk: int) -> list[int]:
+    """Row tiles of the longest query with which a batch can take masked MHA.
+
+    A batch without context takes it only with more than ``index_topk`` tokens, and
+    every threshold asks for 512 or more query tokens beside a context.
+    """
+    *short, long = _QUERY_TILES
+    return [*(n for n in short if n * _TILE_LEN > index_topk), long]
+
+
 class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
     """Compiles FA4's masked kernels without launching them."""
 
@@ -61,6 +75,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
         qk_rope_head_dim: int
         v_head_dim: int
         dtype: torch.dtype
+        query_tiles: int = _QUERY_TILES[-1]
 
     def get_warmup_keys(self, vllm_config: "VllmConfig") -> list[CompileKey]:
         dims = get_mla_dims(vllm_config.model_config)
@@ -74,8 +89,12 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
                 qk_rope_head_dim=dims.qk_rope_head_dim,
                 v_head_dim=dims.v_head_dim,
                 dtype=vllm_config.model_config.dtype,
+                query_tiles=query_tiles,
             )
             for call in MASKED_CALLS
+            for query_tiles in reachable_query_tiles(
+                vllm_config.model_config.hf_text_config.index_topk
+            )
         ]
 
     def compile(self, compile_key: CompileKey) -> None:
@@ -93,7 +112,8 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
         qk_dim = compile_key.qk_nope_head_dim + compile_key.qk_rope_head_dim
         # V is the tail of the joint K/V projection, a strided view.
         kv_dim = compile_key.qk_nope_head_dim + v_dim
-        tokens_q, tokens_k = _NUM_REQUESTS * _QUERY_LEN, _NUM_REQUESTS * _KEY_LEN
+        query_len = compile_key.query_tiles * _TILE_LEN
+        tokens_q, tokens_k = _NUM_REQUESTS * query_len, _NUM_REQUESTS * _KEY_LEN
 
         def spec(shape, dtype=compile_key.dtype, align=16, stride=None):
             return _make_compile_only_tensor_spec(shape, dtype, align, stride)
@@ -104,7 +124,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
 
             mask_mod = packed_mask_front(mask_mod)
         # FA4 takes aux tensors at their natural alignment.
-        aux_tensors = [spec((_NUM_REQUESTS, _QUERY_LEN, 4), torch.int32, None)]
+        aux_tensors = [spec((_NUM_REQUESTS, query_len, 4), torch.int32, None)]
         if call.key_starts:
             aux_tensors.append(spec((_NUM_REQUESTS,), torch.int32, None))
         _flash_attn_fwd(
@@ -113,7 +133,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
             v=spec((tokens_k, heads, v_dim), stride=(heads * kv_dim, kv_dim, 1)),
             cu_seqlens_q=spec((_NUM_REQUESTS + 1,), torch.int32, 4),
             cu_seqlens_k=spec((_NUM_REQUESTS + 1,), torch.int32, 4),
-            max_seqlen_q=_QUERY_LEN,
+            max_seqlen_q=query_len,
             max_seqlen_k=_KEY_LEN,
             softmax_scale=qk_dim**-0.5,
             causal=call.causal,
