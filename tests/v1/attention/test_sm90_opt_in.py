@@ -100,15 +100,16 @@ def test_no_row_measured_on_sm100_is_left(on_device):
     sparse_mla_sm90.install_sm90_thresholds()
     table = mla_attention._MASKED_MHA_THRESHOLDS
     assert table == sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS
-    assert list(table) == [(192, 128)]
-    assert set(table[192, 128]) == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
-    assert all(set(sizes) == {1, 2, 4, 8} for sizes in table[192, 128].values())
+    assert set(table) == {(192, 128), (256, 256)}
+    for backends in table.values():
+        assert set(backends) == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
+        assert all(set(sizes) == {1, 2, 4, 8} for sizes in backends.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("backend", ["FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"])
-def test_thresholds_decide_through_upstreams_function(on_device, backend, size):
-    dims = (192, 128)
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+def test_thresholds_decide_through_upstreams_function(on_device, dims, backend, size):
     on_device(90, "1")
     sparse_mla_sm90.install_sm90_thresholds()
     pure, context = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS[dims][backend][size]
