@@ -7,9 +7,10 @@
 Sixty-four clients per server send requests of mixed lengths, one after another,
 for two minutes. Counted per server: requests, failures, kernels that vLLM's JIT
 monitor saw compiled after the warm-up, and host memory of its processes before
-and after; and GPU memory of all servers together. The servers share one GPU and
-run at the same time, so their speeds are no comparison; ``--one-by-one`` runs
-them in turn, which takes as many times as long. Needs an SM90 GPU and the
+and after; and memory of the GPU, which all servers share, also half-way: PyTorch's
+allocator keeps what the largest steps so far needed, and grows until it met them.
+The servers run at the same time, so their speeds are no comparison; ``--one-by-one``
+runs them in turn, which takes as many times as long. Needs an SM90 GPU and the
 package installed beside vLLM. Ends with 1 if a request failed.
 """
 
@@ -68,11 +69,18 @@ async def _client(session, url: str, seed: int, deadline: float, load: Load) -> 
         load.prompt_tokens += len(prompt)
 
 
+async def _gpu_memory_after(seconds: float) -> int:
+    await asyncio.sleep(seconds)
+    return await asyncio.to_thread(gpu_memory_mib)
+
+
 async def _run(
     servers: Sequence[Server], clients: int, seconds: float, seed: int
-) -> list[Load]:
+) -> tuple[list[Load], int]:
+    """What each server did, and the GPU memory in use half-way, in MiB."""
     loads = [Load() for _ in servers]
     deadline = time.monotonic() + seconds
+    half_way = asyncio.create_task(_gpu_memory_after(seconds / 2))
     async with open_session() as session:
         await asyncio.gather(
             *(
@@ -81,7 +89,7 @@ async def _run(
                 for i in range(clients)
             )
         )
-    return loads
+    return loads, await half_way
 
 
 def _host_mib(server: Server) -> float:
@@ -94,7 +102,7 @@ def _measure(servers: dict[str, Server], args: argparse.Namespace) -> list[dict]
     asyncio.run(_run(group, args.clients, args.warm_up, seed=1_000_000))
     compiled = [len(server.jit_kernels()) for server in group]
     host, gpu = [_host_mib(server) for server in group], gpu_memory_mib()
-    loads = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
+    loads, gpu_half_way = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
     gpu_after = gpu_memory_mib()
     rows = []
     for i, (variant, server) in enumerate(servers.items()):
@@ -115,6 +123,7 @@ def _measure(servers: dict[str, Server], args: argparse.Namespace) -> list[dict]
                 "host MiB before": host[i],
                 "host MiB after": _host_mib(server),
                 "GPU MiB before": gpu,
+                "GPU MiB half-way": gpu_half_way,
                 "GPU MiB after": gpu_after,
             }
         )
@@ -128,7 +137,7 @@ def main() -> None:
     parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--warm-up", type=float, default=20.0, help="seconds")
+    parser.add_argument("--warm-up", type=float, default=60.0, help="seconds")
     parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()

@@ -36,7 +36,10 @@ HEADER = (
     "<!-- Made by benchmarks/render_results.py; do not edit. -->\n"
 )
 GPUS = ("h200", "b200")
-PAGE_NAMES = {"masked-prefill-h200": "hopper-h200"}  # the page of the Hopper opt-in
+PAGE_NAMES = {
+    "masked-prefill-h200": "hopper-h200",  # the page of the Hopper opt-in
+    "serving-ttft-h200": "serving-h200",
+}
 ORIGIN = ("gpu", "driver", *PACKAGES, "date", "command")
 
 Rows = Sequence[dict]
@@ -361,12 +364,34 @@ def _first_call_lines(rows: Rows) -> list[dict]:
     ]
 
 
+def _ttft_lines(rows: Rows) -> list[dict]:
+    place = {"model": "dsv32-16h", "prompt tokens": "8192", "at a time": "1"}
+    found = {
+        row["variant"]: float(row["TTFT median ms"])
+        for row in rows
+        if all(row[name] == value for name, value in place.items())
+    }
+    if not {"stock", "opt-in"} <= set(found):
+        return []
+    stock, ours = found["stock"], found["opt-in"]
+    return [
+        _line(
+            "`vllm serve`, time to first token, 4 layers, 8192 tokens, 16 heads",
+            f"stock {stock:.1f} ms",
+            f"{ours:.1f} ms",
+            f"{stock / ours:.2f} times faster",
+            "serving-ttft",
+        )
+    ]
+
+
 def make_readme_table(folder: Path) -> str:
     """The README's result table, empty without results."""
     lines = []
     for stem, make in (
         ("mask", _mask_lines),
         ("masked-prefill", _prefill_lines),
+        ("serving-ttft", _ttft_lines),
         ("topk-mask-build", _build_lines),
         ("first-call", _first_call_lines),
     ):

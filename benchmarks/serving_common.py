@@ -3,6 +3,7 @@
 """Servers of the serving benchmarks."""
 
 import contextlib
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -68,11 +69,15 @@ def running_servers(
 
 
 def gpu_memory_mib() -> int:
-    """Memory in use on the first GPU, by all processes, in MiB."""
+    """Memory in use on the first GPU seen here, by all processes, in MiB."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     answer = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        [
+            *("nvidia-smi", "--id", gpu),
+            *("--query-gpu=memory.used", "--format=csv,noheader,nounits"),
+        ],
         capture_output=True,
         text=True,
         check=True,
     )
-    return int(answer.stdout.splitlines()[0])
+    return int(answer.stdout)

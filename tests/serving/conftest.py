@@ -45,7 +45,18 @@ def serve_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_server(serve_folder) -> Iterator[Callable[..., Server]]:
+def report_dir() -> Path | None:
+    """The folder for reports, made where it is missing; None without the variable."""
+    name = os.environ.get("SPARSE_MLA_TEST_REPORT_DIR")
+    if not name:
+        return None
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start_server(serve_folder, report_dir) -> Iterator[Callable[..., Server]]:
     """Starts a server by name, with the probe; all end with the session."""
     started: dict[str, Server] = {}
 
@@ -66,11 +77,11 @@ def start_server(serve_folder) -> Iterator[Callable[..., Server]]:
         return started[name].start()
 
     yield start
-    report_dir = os.environ.get("SPARSE_MLA_TEST_REPORT_DIR")
-    for name, server in started.items():
+    for server in started.values():
         server.stop()
-        if report_dir is not None:
-            (Path(report_dir) / f"{name}.log").write_text(server.log_text())
+    if report_dir is not None:
+        for name, server in started.items():
+            (report_dir / f"{name}.log").write_text(server.log_text())
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,7 @@ the Hopper opt-in. All are asked the same at the same time; the tests then judge
 """
 
 import json
-import os
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -34,10 +32,9 @@ def answers(servers) -> dict[str, Answers]:
 
 
 @pytest.fixture(scope="module")
-def budget(answers) -> Difference:
+def budget(answers, report_dir) -> Difference:
     stock = answers["stock"].by_prompt()
     found = scenario.noise_budget(stock)
-    report_dir = os.environ.get("SPARSE_MLA_TEST_REPORT_DIR")
     if report_dir is not None:
         report = {"budget": asdict(found)}
         for variant, other in answers.items():
@@ -47,7 +44,7 @@ def budget(answers) -> Difference:
                     PROMPT_LENGTHS, stock, other.by_prompt(), strict=True
                 )
             }
-        (Path(report_dir) / "differences.json").write_text(json.dumps(report, indent=1))
+        (report_dir / "differences.json").write_text(json.dumps(report, indent=1))
     return found
 
 

@@ -48,9 +48,13 @@ class Completion:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session without a limit on connections."""
+    """A session without a limit on connections, a new one for each request.
+
+    The server closes a connection that idles for some seconds; a request that takes it
+    up at that moment would fail for no fault of the server's.
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
     )
 
