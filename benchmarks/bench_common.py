@@ -11,7 +11,6 @@ not count. Medians are given with the 10th and 90th percentile.
 import argparse
 import csv
 import functools
-import importlib.util
 import math
 import os
 import shlex
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from rich.console import Console
@@ -107,25 +105,6 @@ def activate_overlay(hopper: bool = False) -> None:
     from vllm_sparse_mla.plugin import register
 
     register()
-
-
-@functools.cache
-def load_stock_module(name: str) -> ModuleType:
-    """Execute a vLLM module's own file, whatever the overlay puts in its place.
-
-    Args:
-        name: such as ``vllm.model_executor.layers.attention.sparse_mla_attention``.
-    """
-    import vllm
-
-    root = Path(vllm.__file__).parent
-    path = root.joinpath(*name.split(".")[1:]).with_suffix(".py")
-    private = f"_stock_{path.stem}"
-    spec = importlib.util.spec_from_file_location(private, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[private] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def num_buffers(bytes_per_call: int) -> int:

@@ -27,11 +27,12 @@ import torch
 from bench_common import (
     activate_overlay,
     argument_parser,
-    load_stock_module,
     print_table,
     require_gpu,
     save_csv,
 )
+
+from vllm_sparse_mla.stock import load_stock_module
 
 MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 TOPK = 2048

@@ -95,7 +95,8 @@ async def measure(servers, folders, shapes, repeat: int) -> list[dict]:
     times = {(shape, variant): [] for shape in shapes for variant in servers}
     masked = dict.fromkeys(times, 0)
     async with open_session() as session:
-        await _check(session, servers, shapes[0][0])
+        for length in sorted({length for length, _ in shapes}):
+            await _check(session, servers, length)
         for shape, (variant, server) in itertools.product(shapes, servers.items()):
             before = len(read_records(folders[variant]))
             for i in range(WARM_UP_ROUNDS):

@@ -27,7 +27,6 @@ import torch
 from bench_common import (
     activate_overlay,
     argument_parser,
-    load_stock_module,
     num_buffers,
     on_sm90,
     print_table,
@@ -36,6 +35,8 @@ from bench_common import (
 )
 from mask_cases import Case, Inputs, parse_case
 from result_tables import pivot
+
+from vllm_sparse_mla.stock import load_stock_module
 
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
 UNMASKED, ONE_KEY, ONE_WORD = "unmasked", "one key", "one word"

@@ -24,13 +24,14 @@ from bench_common import (
     activate_overlay,
     argument_parser,
     copy_floor,
-    load_stock_module,
     num_buffers,
     print_table,
     require_gpu,
     save_csv,
     time_interleaved,
 )
+
+from vllm_sparse_mla.stock import load_stock_module
 
 MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 ROW_KINDS = ("sorted", "shuffled", "half-empty")

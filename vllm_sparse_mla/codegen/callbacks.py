@@ -3,14 +3,11 @@
 """Finds the callback of a variant. Imports CUTLASS: for the worker."""
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 
 from vllm_sparse_mla.codegen.variants import Variant
+from vllm_sparse_mla.stock import load_file, load_stock_module
 
 _MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
 _FUNCTION = {"dense": "dense_mask_mod", "offset": "offset_dense_mask_mod"}
@@ -34,12 +31,12 @@ def load_callback(variant: Variant) -> Callable | None:
         put_overlay_in_force()
         module, function = importlib.import_module(_MASK_MODULE), _FUNCTION[name]
     elif name.startswith("stock_"):
-        module = _load_file(_installed_file(_MASK_MODULE))
+        module = load_stock_module(_MASK_MODULE)
         function = _FUNCTION[name.removeprefix("stock_")]
     else:
         put_overlay_in_force()
         file, _, function = name.rpartition(":")
-        module = _load_file(Path(file))
+        module = load_file(Path(file))
     callback = getattr(module, function, None)
     if callback is None:
         raise ValueError(
@@ -60,23 +57,3 @@ def put_overlay_in_force() -> None:
     register()
     if active_finder() is None:
         raise RuntimeError("the overlay is not in force; see the log of the worker")
-
-
-def _installed_file(module: str) -> Path:
-    package, *parts = module.split(".")
-    folder = importlib.util.find_spec(package).submodule_search_locations[0]
-    return Path(folder, *parts).with_suffix(".py")
-
-
-@lru_cache
-def _load_file(path: Path) -> ModuleType:
-    # Under a private name: neither the installed module nor the overlaid one is
-    # touched, and several files can be compared in one process.
-    name = f"_sparse_mla_codegen_{abs(hash(path))}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or not path.is_file():
-        raise ValueError(f"callback must name a Python file, got {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
