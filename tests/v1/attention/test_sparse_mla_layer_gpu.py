@@ -78,24 +78,27 @@ def judge(world, step, output, report, **row):
     assert ratio[worst] <= 1, f"row {worst}: {error[worst]} over {budget[worst]}"
 
 
+def judge_scenario(world, report, model, scenario):
+    """One of SCENARIOS against float64."""
+    options = dict(SCENARIOS[scenario])
+    step = make_step(world, options.pop("spans"), **options)
+    judge(
+        world,
+        step,
+        world.run(step),
+        report,
+        kind="float64",
+        model=model,
+        heads=world.dims.num_heads,
+        scenario=scenario,
+    )
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("model", MODELS)
 def test_scenarios_against_float64(sparse_mla, report, model, heads, scenario):
-    world = make_world(sparse_mla, model, heads)
-    options = dict(SCENARIOS[scenario])
-    step = make_step(world, options.pop("spans"), **options)
-    output = world.run(step)
-    judge(
-        world,
-        step,
-        output,
-        report,
-        kind="float64",
-        model=model,
-        heads=heads,
-        scenario=scenario,
-    )
+    judge_scenario(make_world(sparse_mla, model, heads), report, model, scenario)
 
 
 @pytest.mark.parametrize("per_range", [False, True], ids=["whole", "per-range"])
@@ -149,21 +152,10 @@ def test_both_mask_paths_give_the_same_output(sparse_mla, model):
 
 
 def test_a_model_without_rope(sparse_mla, report):
-    world = make_world(sparse_mla, "256/256 without RoPE", 16)
-    for name in ("pure-unequal", "chunks"):
-        options = dict(SCENARIOS[name])
-        step = make_step(world, options.pop("spans"), **options)
-        output = world.run(step)
-        judge(
-            world,
-            step,
-            output,
-            report,
-            kind="float64",
-            model="256/256 without RoPE",
-            heads=16,
-            scenario=name,
-        )
+    model = "256/256 without RoPE"
+    world = make_world(sparse_mla, model, 16)
+    for scenario in ("pure-unequal", "chunks"):
+        judge_scenario(world, report, model, scenario)
 
 
 def absorbed(world, q):
