@@ -156,12 +156,6 @@ def is_correct(case: Case, out: torch.Tensor) -> bool:
     return True
 
 
-@functools.cache
-def stock_module():
-    """The installed vLLM's module, as if the overlay were not there."""
-    return load_stock_module(MODULE)
-
-
 def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], object]]:
     """Functions that build the mask in buffer `i`, by name."""
     from vllm.model_executor.layers.attention import sparse_mla_attention as ours
@@ -169,7 +163,7 @@ def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], o
     sizes = case.max_q_len, case.shape.keys
 
     def stock(i: int) -> object:
-        return stock_module()._build_topk_mask(
+        return load_stock_module(MODULE)._build_topk_mask(
             case.per_request[i], case.q_lens, *sizes, case.outs[i]
         )
 
@@ -211,7 +205,8 @@ def tuned_kernel(text: str):
 
 def measure(shape: Shape, kind: str, args, device) -> list[dict]:
     """Check, then time every variant of one case."""
-    case = make_case(shape, kind, args.topk, stock_module()._topk_mask_shape, device)
+    mask_shape = load_stock_module(MODULE)._topk_mask_shape
+    case = make_case(shape, kind, args.topk, mask_shape, device)
     variants = make_variants(case, args.tunings)
     correct = {}
     for name, launch in variants.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 
+@cache
 def load_stock_module(name: str) -> ModuleType:
     """Execute a vLLM module's own file, whatever the overlay puts in its place.
 

@@ -107,6 +107,12 @@ def masked_calls(monkeypatch: pytest.MonkeyPatch, device: torch.device):
 
 
 @pytest.fixture
+def layer_dims() -> type:
+    """The class of a layer's dimensions, where no world is needed."""
+    return world.Dims
+
+
+@pytest.fixture
 def sparse_mla(masked_calls, device) -> SimpleNamespace:
     """Makes worlds; notes the FA4 calls of their layers in ``calls``."""
     return SimpleNamespace(

@@ -37,6 +37,27 @@ class Dims:
     def latent_dim(self) -> int:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def layer_arguments(self) -> dict[str, Any]:
+        """Arguments of vLLM's sparse-MLA layers, but for the K/V projection."""
+        return dict(
+            num_heads=self.num_heads,
+            head_size=self.latent_dim,
+            scale=self.qk_head_dim**-0.5,
+            num_kv_heads=1,
+            alibi_slopes=None,
+            sliding_window=None,
+            kv_cache_dtype="auto",
+            logits_soft_cap=None,
+            attn_type="decoder",
+            kv_sharing_target_layer_name=None,
+            q_lora_rank=None,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            qk_head_dim=self.qk_head_dim,
+            v_head_dim=self.v_head_dim,
+        )
+
 
 def causal_topk(length: int, topk: int, generator: torch.Generator) -> torch.Tensor:
     """Rows as an indexer emits them: keys up to the query by score, then -1."""
@@ -136,7 +157,6 @@ class World:
             SparseMLACommonImpl,
         )
 
-        d = self.dims
         cls = cls or SparseMLACommonImpl
         # No distributed set-up: the layer asks for nothing but the size.
         one_rank = {"get_tensor_model_parallel_world_size": lambda: 1}
@@ -148,22 +168,7 @@ class World:
                 if one_rank.keys() & names.keys():
                     stack.enter_context(mock.patch.dict(names, one_rank))
             impl = cls(
-                num_heads=d.num_heads,
-                head_size=d.latent_dim,
-                scale=d.qk_head_dim**-0.5,
-                num_kv_heads=1,
-                alibi_slopes=None,
-                sliding_window=None,
-                kv_cache_dtype="auto",
-                logits_soft_cap=None,
-                attn_type="decoder",
-                kv_sharing_target_layer_name=None,
-                q_lora_rank=None,
-                kv_lora_rank=d.kv_lora_rank,
-                qk_nope_head_dim=d.qk_nope_head_dim,
-                qk_rope_head_dim=d.qk_rope_head_dim,
-                qk_head_dim=d.qk_head_dim,
-                v_head_dim=d.v_head_dim,
+                **self.dims.layer_arguments(),
                 kv_b_proj=lambda x: (torch.nn.functional.linear(x, self.weight), None),
                 **kwargs,
             )

@@ -125,7 +125,9 @@ def test_models_that_nearly_fit(on, dims, opt_in):
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
-def test_heads_are_counted_over_all_ranks(on, dims, tensor_parallel_size, monkeypatch):
+def test_heads_are_counted_over_all_ranks(
+    on, dims, tensor_parallel_size, layer_dims, monkeypatch
+):
     """The layer multiplies its own heads by the tensor parallel size."""
     on("sm100")
     cls = sparse_mla_attention.SparseMLACommonImpl
@@ -139,25 +141,8 @@ def test_heads_are_counted_over_all_ranks(on, dims, tensor_parallel_size, monkey
         (heads // tensor_parallel_size, True),
         (heads, tensor_parallel_size == 1),
     ):
-        impl = cls(
-            num_heads=num_heads,
-            head_size=rank + rope,
-            scale=1.0,
-            num_kv_heads=1,
-            alibi_slopes=None,
-            sliding_window=None,
-            kv_cache_dtype="auto",
-            logits_soft_cap=None,
-            attn_type="decoder",
-            kv_sharing_target_layer_name=None,
-            q_lora_rank=None,
-            kv_lora_rank=rank,
-            qk_nope_head_dim=nope,
-            qk_rope_head_dim=rope,
-            qk_head_dim=nope + rope,
-            v_head_dim=v,
-            kv_b_proj=None,
-        )
+        layer = layer_dims(num_heads, rank, nope, rope, v)
+        impl = cls(**layer.layer_arguments(), kv_b_proj=None)
         assert impl.masked_mha_available is expected
 
 

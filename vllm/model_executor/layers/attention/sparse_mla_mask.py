@@ -106,9 +106,9 @@ def offset_dense_mask_mod(
 
     last_group = Int32(mask.shape[2] // _GROUP_WORDS - 1)
     group = cutlass.min(key >> 7, last_group)
-    low = _load_group(mask, batch_idx, query_idx, group * 4)
+    low = _load_group(mask, batch_idx, query_idx, group * _GROUP_WORDS)
     next_group = cutlass.min((key + 128) >> 7, last_group)
-    high = _load_group(mask, batch_idx, query_idx, next_group * 4)
+    high = _load_group(mask, batch_idx, query_idx, next_group * _GROUP_WORDS)
 
     # Shift the eight words right by `key % 128` bits: by two words, by one word, then
     # by bits across each pair of neighbours. Every register index is a constant.

@@ -75,7 +75,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
         qk_rope_head_dim: int
         v_head_dim: int
         dtype: torch.dtype
-        query_tiles: int = _QUERY_TILES[-1]
+        query_tiles: int
 
     def get_warmup_keys(self, vllm_config: "VllmConfig") -> list[CompileKey]:
         dims = get_mla_dims(vllm_config.model_config)
