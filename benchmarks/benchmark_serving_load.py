@@ -6,9 +6,11 @@
 
 Sixty-four clients per server send requests of mixed lengths, one after another,
 for two minutes. Counted per server: requests, failures, kernels that vLLM's JIT
-monitor saw compiled after the warm-up, and host memory of its processes before
-and after; and memory of the GPU, which all servers share, also half-way: PyTorch's
-allocator keeps what the largest steps so far needed, and grows until it met them.
+monitor saw compiled after the warm-up; before and after the two minutes, idle, host
+memory of its processes, and GPU memory that its tensors occupy (``allocated``) and that
+PyTorch's allocator took from the GPU (``reserved``), the latter also half-way: it keeps
+what the largest steps so far needed, and grows until it met them. ``GPU`` is what
+nvidia-smi says of all servers together.
 The servers run at the same time, so their speeds are no comparison; ``--one-by-one``
 runs them in turn, which takes as many times as long. Needs an SM90 GPU and the
 package installed beside vLLM. Ends with 1 if a request failed.
@@ -30,6 +32,7 @@ from bench_common import print_table, save_csv
 from serving_common import gpu_memory_mib, running_servers, variant_list
 
 from vllm_sparse_mla.serving.client import Completion, make_prompt, open_session, stream
+from vllm_sparse_mla.serving.probe import GPU_MEMORY_PERIOD_S, read_gpu_memory
 from vllm_sparse_mla.serving.scenario import MAX_MODEL_LEN, MODEL
 from vllm_sparse_mla.serving.server import VARIANTS, Server
 from vllm_sparse_mla.serving.tiny_model import SPECS
@@ -69,18 +72,12 @@ async def _client(session, url: str, seed: int, deadline: float, load: Load) -> 
         load.prompt_tokens += len(prompt)
 
 
-async def _gpu_memory_after(seconds: float) -> int:
-    await asyncio.sleep(seconds)
-    return await asyncio.to_thread(gpu_memory_mib)
-
-
 async def _run(
     servers: Sequence[Server], clients: int, seconds: float, seed: int
-) -> tuple[list[Load], int]:
-    """What each server did, and the GPU memory in use half-way, in MiB."""
+) -> list[Load]:
+    """What each server did."""
     loads = [Load() for _ in servers]
     deadline = time.monotonic() + seconds
-    half_way = asyncio.create_task(_gpu_memory_after(seconds / 2))
     async with open_session() as session:
         await asyncio.gather(
             *(
@@ -89,7 +86,7 @@ async def _run(
                 for i in range(clients)
             )
         )
-    return loads, await half_way
+    return loads
 
 
 def _host_mib(server: Server) -> float:
@@ -97,18 +94,38 @@ def _host_mib(server: Server) -> float:
     return sum(process.memory_info().rss for process in processes) / 2**20
 
 
-def _measure(servers: dict[str, Server], args: argparse.Namespace) -> list[dict]:
+def _gpu_mib_at(folder: Path, moment: float) -> dict[str, float]:
+    """A server's ``allocated`` and ``reserved`` memory, first seen after ``moment``."""
+    for _ in range(20):
+        for record in read_gpu_memory(folder):
+            if record["time"] >= moment:
+                return {
+                    name: record[name] / 2**20 for name in ("allocated", "reserved")
+                }
+        time.sleep(GPU_MEMORY_PERIOD_S / 2)
+    raise RuntimeError(f"the server of {folder} does not report its memory")
+
+
+def _measure(
+    servers: dict[str, Server], folders: dict[str, Path], args: argparse.Namespace
+) -> list[dict]:
     group = list(servers.values())
     asyncio.run(_run(group, args.clients, args.warm_up, seed=1_000_000))
     compiled = [len(server.jit_kernels()) for server in group]
     host, gpu = [_host_mib(server) for server in group], gpu_memory_mib()
-    loads, gpu_half_way = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
-    gpu_after = gpu_memory_mib()
+    idle = time.time()
+    memory_before = [_gpu_mib_at(folders[variant], idle) for variant in servers]
+    start = time.time()
+    loads = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
+    end, gpu_after = time.time(), gpu_memory_mib()
     rows = []
     for i, (variant, server) in enumerate(servers.items()):
         answers = loads[i].answers
         failed = [answer.error for answer in answers if not answer.ok]
         new_kernels = server.jit_kernels()[compiled[i] :]
+        before = memory_before[i]
+        half_way = _gpu_mib_at(folders[variant], start + args.seconds / 2)
+        after = _gpu_mib_at(folders[variant], end)
         for text in (*failed[:3], *new_kernels):
             print(f"{variant}: {text}")
         rows.append(
@@ -122,8 +139,12 @@ def _measure(servers: dict[str, Server], args: argparse.Namespace) -> list[dict]
                 * statistics.median([a.ttft for a in answers if a.ok] or [math.nan]),
                 "host MiB before": host[i],
                 "host MiB after": _host_mib(server),
+                "allocated MiB before": before["allocated"],
+                "allocated MiB after": after["allocated"],
+                "reserved MiB before": before["reserved"],
+                "reserved MiB half-way": half_way["reserved"],
+                "reserved MiB after": after["reserved"],
                 "GPU MiB before": gpu,
-                "GPU MiB half-way": gpu_half_way,
                 "GPU MiB after": gpu_after,
             }
         )
@@ -137,7 +158,7 @@ def main() -> None:
     parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--warm-up", type=float, default=60.0, help="seconds")
+    parser.add_argument("--warm-up", type=float, default=120.0, help="seconds")
     parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
@@ -146,9 +167,9 @@ def main() -> None:
     for group in groups:
         with running_servers(args.model, group, max_model_len=MAX_MODEL_LEN) as (
             servers,
-            _,
+            folders,
         ):
-            rows += _measure(servers, args)
+            rows += _measure(servers, folders, args)
     together = "in turn" if args.one_by_one else "at the same time"
     print_table(
         f"{args.clients} clients for {args.seconds:.0f} s, servers {together}", rows

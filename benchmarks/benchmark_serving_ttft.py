@@ -33,7 +33,11 @@ from vllm_sparse_mla.serving.client import (
 )
 from vllm_sparse_mla.serving.compare import between, spread
 from vllm_sparse_mla.serving.probe import read_records
-from vllm_sparse_mla.serving.scenario import STOCK_NOISE
+from vllm_sparse_mla.serving.scenario import (
+    STOCK_NOISE,
+    control_difference,
+    control_prompt,
+)
 from vllm_sparse_mla.serving.server import VARIANTS
 from vllm_sparse_mla.serving.tiny_model import SPECS
 
@@ -55,23 +59,34 @@ async def _burst(session, url: str, length: int, count: int, salt: str) -> list[
     return [answer.ttft * 1e3 for answer in answers]
 
 
-async def _check(session, servers, length: int) -> None:
-    """Refuse to time servers whose answers do not agree."""
+async def _check(session, servers, length: int) -> list[str]:
+    """Complaints about servers whose answers to a prompt do not agree."""
+
+    def score(variant: str, prompt: list[int], salt: str):
+        url = servers[variant].url
+        return complete(session, url, prompt, 1, salt=salt, score_prompt=True)
+
     prompt = make_prompt(length, seed=length)
     answers = {
-        variant: [
-            await complete(
-                session, server.url, prompt, 1, salt=f"check {i}", score_prompt=True
-            )
-            for i in range(CHECK_RUNS)
-        ]
-        for variant, server in servers.items()
+        variant: [await score(variant, prompt, f"check {i}") for i in range(CHECK_RUNS)]
+        for variant in servers
     }
     baseline = next(iter(servers))
     noise = spread(answers[baseline])
     # Another order of rounding also moves keys over the edge of the top-k, so a
     # single token may differ by more than runs of one variant do; the mean may not.
     allowed = max(2 * noise.mean, STOCK_NOISE)
+    complaints = []
+    control = await score(baseline, control_prompt(prompt), "control")
+    seen = control_difference(answers[baseline][0], control)
+    print(
+        f"{length} tokens, a quarter of the keys replaced: {seen.mean:.5f} on average"
+    )
+    if not seen.mean > 2 * allowed:
+        complaints.append(
+            f"{length} tokens: other keys change the answer by {seen.mean:.5f} on "
+            f"average, too little to tell from the {allowed:.5f} allowed"
+        )
     for variant in servers:
         found = between(answers[baseline], answers[variant])
         print(
@@ -79,7 +94,11 @@ async def _check(session, servers, length: int) -> None:
             f"differ by {found.mean:.5f} on average, {found.largest:.4f} at most"
         )
         if not found.mean <= allowed:
-            raise RuntimeError(f"{variant} answers otherwise than {baseline}: {found}")
+            complaints.append(
+                f"{length} tokens: {variant} answers otherwise than {baseline}, by "
+                f"{found.mean:.5f} on average where {allowed:.5f} is allowed"
+            )
+    return complaints
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -95,8 +114,11 @@ async def measure(servers, folders, shapes, repeat: int) -> list[dict]:
     times = {(shape, variant): [] for shape in shapes for variant in servers}
     masked = dict.fromkeys(times, 0)
     async with open_session() as session:
+        complaints = []
         for length in sorted({length for length, _ in shapes}):
-            await _check(session, servers, length)
+            complaints += await _check(session, servers, length)
+        if complaints:
+            raise RuntimeError("nothing was timed: " + "; ".join(complaints))
         for shape, (variant, server) in itertools.product(shapes, servers.items()):
             before = len(read_records(folders[variant]))
             for i in range(WARM_UP_ROUNDS):

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vllm_sparse_mla.serving.probe import probe_environment
+from vllm_sparse_mla.serving.probe import GPU_MEMORY_PLUGIN, probe_environment
 from vllm_sparse_mla.serving.server import VARIANTS, Server
 from vllm_sparse_mla.serving.tiny_model import write_model
 
@@ -43,6 +43,8 @@ def running_servers(
     Yields:
         The servers, and the folders of their probes' records, by variant.
     """
+    # Stock loads the plugin that watches memory, as the others do, and nothing else.
+    plugins = {"stock": {"VLLM_PLUGINS": GPU_MEMORY_PLUGIN}}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_model(folder / "model", model)
@@ -54,7 +56,8 @@ def running_servers(
                 folders[variant] / "server.log",
                 extra_env=probe_environment(
                     folders[variant], ranks=ranks, all_lengths=all_lengths
-                ),
+                )
+                | plugins.get(variant, {}),
                 **kwargs,
             ).start()
             for variant in variants

@@ -7,13 +7,19 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from vllm.utils import jit_monitor
 from vllm_sparse_mla import plugin
-from vllm_sparse_mla.serving.probe import probe_environment, read_records
+from vllm_sparse_mla.serving.probe import (
+    GPU_MEMORY_PLUGIN,
+    probe_environment,
+    read_gpu_memory,
+    read_records,
+)
 from vllm_sparse_mla.serving.server import Server, variant_environment
 
 pytestmark = pytest.mark.cpu
@@ -35,6 +41,23 @@ print(json.dumps({
     "jit": args.jit_monitor_verbose,
     "tokenizer": not args.skip_tokenizer_init,
 }))
+"""
+
+# A process that loads the plugin of stock servers, and forks another.
+WATCHED = """
+import os, sys, time
+import torch
+torch.cuda.is_initialized = lambda: True
+torch.cuda.memory_stats = lambda: {
+    "allocated_bytes.all.current": 3, "reserved_bytes.all.current": 5
+}
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+child = os.fork()
+time.sleep(2.5)
+if child:
+    os.waitpid(child, 0)
+    print(os.getpid(), child, "vllm_sparse_mla.overlay" in sys.modules, sep="\\n")
 """
 
 # The dispatch of an SM100 GPU, asked in a process that loaded its plugins as a
@@ -145,6 +168,17 @@ def test_log_patterns_match_what_the_code_logs():
     source = Path(jit_monitor.__file__).read_text()
     assert '"%s %s during inference: %s%s. "' in source
     assert re.search(r'event="(kernel )?JIT compilation"', source)
+
+
+def test_gpu_memory_is_recorded_in_stock_processes_and_their_forks(tmp_path):
+    environment = probe_environment(tmp_path) | {"VLLM_PLUGINS": GPU_MEMORY_PLUGIN}
+    parent, child, patched = _python(WATCHED, env=environment, cwd=tmp_path)
+    assert patched == "False"
+    records = read_gpu_memory(tmp_path)
+    assert {record["pid"] for record in records} == {int(parent), int(child)}
+    for record in records:
+        assert (record["allocated"], record["reserved"]) == (3, 5)
+        assert record["time"] == pytest.approx(time.time(), abs=120)
 
 
 @pytest.mark.parametrize(

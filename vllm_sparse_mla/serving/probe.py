@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""See from outside a server which prefills took masked MHA.
+"""See from outside a server which prefills took masked MHA, and its GPU memory.
 
-``probe_environment`` makes a server load ``register`` below as one more vLLM
-plugin. It appends a JSON line to a file for every call of FA4 with a packed mask.
-It can also tell the dispatch that this process is one of N tensor-parallel ranks,
+``probe_environment`` makes a server load the two functions below as further vLLM
+plugins. ``register`` appends a JSON line to a file for every call of FA4 with a packed
+mask. It can also tell the dispatch that this process is one of N tensor-parallel ranks,
 so that one GPU serves what one rank of N would, and lift the bounds on the prefill
-lengths that take masked MHA.
+lengths that take masked MHA. ``register_gpu_memory`` writes once a second what
+PyTorch's allocator holds; it touches nothing else, so that stock vLLM can load it too.
 """
 
 import functools
 import inspect
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import TextIO
 
-_FILE = "SPARSE_MLA_PROBE_FILE"
+import torch
+
+GPU_MEMORY_PERIOD_S = 1.0
+GPU_MEMORY_PLUGIN = "sparse_mla_gpu_memory_probe"
+
+_MASKED_MHA = "masked_mha.jsonl"
+_GPU_MEMORY = "gpu_memory.jsonl"
+_FOLDER = "SPARSE_MLA_PROBE_FOLDER"
 _RANKS = "SPARSE_MLA_PROBE_RANKS"
 _ALL_LENGTHS = "SPARSE_MLA_PROBE_ALL_LENGTHS"
 _DIST_INFO = "sparse_mla_probe-0.dist-info"
@@ -28,7 +38,7 @@ def probe_environment(
     """Environment for a server with the probe.
 
     Args:
-        folder: Gets the entry point and the file of records.
+        folder: Gets the entry point and the files of records.
         ranks: Tensor-parallel ranks that the dispatch is told of.
         all_lengths: Where masked MHA is available, every prefill longer than the
             top-k takes it, whatever the table of measured lengths says.
@@ -39,15 +49,16 @@ def probe_environment(
         "Metadata-Version: 2.1\nName: sparse_mla_probe\nVersion: 0\n"
     )
     (dist_info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nsparse_mla_probe = "
-        "vllm_sparse_mla.serving.probe:register\n"
+        "[vllm.general_plugins]\n"
+        f"sparse_mla_probe = {__name__}:register\n"
+        f"{GPU_MEMORY_PLUGIN} = {__name__}:register_gpu_memory\n"
     )
     path = [str(folder / "plugin")]
     if os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
     return {
         "PYTHONPATH": os.pathsep.join(path),
-        _FILE: str(folder / "masked_mha.jsonl"),
+        _FOLDER: str(folder),
         _RANKS: str(ranks),
         _ALL_LENGTHS: str(int(all_lengths)),
     }
@@ -60,7 +71,19 @@ def read_records(folder: Path) -> list[dict]:
     ``max_seqlen_k`` and ``causal``; a call that is not causal covers a chunk of
     context.
     """
-    file = folder / "masked_mha.jsonl"
+    return _read(folder / _MASKED_MHA)
+
+
+def read_gpu_memory(folder: Path) -> list[dict]:
+    """What PyTorch's allocator held so far, of all processes with a GPU.
+
+    Each has ``pid``; ``time`` in seconds of ``time.time()``; ``allocated`` and
+    ``reserved`` in bytes: what tensors occupy, and what was taken from the GPU.
+    """
+    return _read(folder / _GPU_MEMORY)
+
+
+def _read(file: Path) -> list[dict]:
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -101,9 +124,39 @@ def register() -> None:
 
 
 @functools.cache
-def _records(pid: int) -> TextIO:
+def register_gpu_memory() -> None:
+    """Starts to watch the allocator; runs in every process that loads plugins."""
+    _start_watching_gpu_memory()
+    # A forked child loads no plugins anew, and inherits no thread.
+    os.register_at_fork(after_in_child=_start_watching_gpu_memory)
+
+
+def _start_watching_gpu_memory() -> None:
+    name = GPU_MEMORY_PLUGIN
+    threading.Thread(target=_watch_gpu_memory, name=name, daemon=True).start()
+
+
+def _watch_gpu_memory() -> None:
+    while True:
+        time.sleep(GPU_MEMORY_PERIOD_S)
+        if torch.cuda.is_initialized():
+            stats = torch.cuda.memory_stats()
+            sizes = {
+                name: stats[f"{name}_bytes.all.current"]
+                for name in ("allocated", "reserved")
+            }
+            _write(_GPU_MEMORY, {"time": time.time()} | sizes)
+
+
+@functools.cache
+def _file(name: str, pid: int) -> TextIO:
     """This process's handle; opened once, so that a record costs microseconds."""
-    return open(os.environ[_FILE], "a", buffering=1)
+    return (Path(os.environ[_FOLDER]) / name).open("a", buffering=1)
+
+
+def _write(name: str, record: dict) -> None:
+    record = {"pid": os.getpid()} | record
+    _file(name, os.getpid()).write(json.dumps(record) + "\n")
 
 
 def _record_masked_mha(impl: type) -> None:
@@ -113,14 +166,9 @@ def _record_masked_mha(impl: type) -> None:
     @functools.wraps(run)
     def recorded(self, *args, **kwargs):
         call = signature.bind(self, *args, **kwargs).arguments
-        record = {
-            "pid": os.getpid(),
-            "num_heads": self.num_heads,
-            "max_seqlen_q": call["max_seqlen_q"],
-            "max_seqlen_k": call["max_seqlen_k"],
-            "causal": call["causal"],
-        }
-        _records(os.getpid()).write(json.dumps(record) + "\n")
+        names = ("max_seqlen_q", "max_seqlen_k", "causal")
+        record = {"num_heads": self.num_heads} | {name: call[name] for name in names}
+        _write(_MASKED_MHA, record)
         return run(self, *args, **kwargs)
 
     impl._run_masked_mha = recorded

@@ -16,7 +16,7 @@ from vllm_sparse_mla.serving.client import (
     open_session,
     stream,
 )
-from vllm_sparse_mla.serving.compare import Difference, spread, worst
+from vllm_sparse_mla.serving.compare import Difference, difference, spread, worst
 from vllm_sparse_mla.serving.server import Server
 
 # V3.2's 128 heads, so that masked MHA is eligible, and a top-k of 512.
@@ -45,7 +45,7 @@ class Answers:
         alone: Per prompt, the answers when nothing else ran.
         crowded: Per prompt, the answers amid all prompts and a decode.
         prefixed: Per suffix, the answer that took its prefix from the cache.
-        control: Answer to the longest prompt with its second quarter replaced.
+        control: Answer to the ``control_prompt`` of the longest prompt.
         warm_jit: Kernels compiled between start-up and ``alone``.
     """
 
@@ -58,6 +58,29 @@ class Answers:
     def by_prompt(self) -> list[list[Completion]]:
         """The answers alone and in the crowd, by prompt."""
         return [a + b for a, b in zip(self.alone, self.crowded, strict=True)]
+
+
+def control_prompt(prompt: list[int]) -> list[int]:
+    """The prompt with its second quarter replaced, for a negative control."""
+    quarter = len(prompt) // 4
+    return [
+        *prompt[:quarter],
+        *make_prompt(quarter, seed=2),
+        *prompt[2 * quarter :],
+    ]
+
+
+def control_difference(answer: Completion, control: Completion) -> Difference:
+    """Difference over a prompt's second half, whose tokens the control shares."""
+    half = len(answer.prompt_logprobs) // 2
+    return difference(
+        *(
+            Completion(
+                status=found.status, prompt_logprobs=found.prompt_logprobs[half:]
+            )
+            for found in (answer, control)
+        )
+    )
 
 
 async def _ask(server: Server) -> Answers:
@@ -106,10 +129,7 @@ async def _ask(server: Server) -> Answers:
         answers.crowded = [list(runs) for runs in zip(*rounds, strict=True)]
         answers.prefixed = await after_prefix("prefix")
 
-        changed = prompts[-1].copy()
-        quarter = len(changed) // 4
-        changed[quarter : 2 * quarter] = make_prompt(quarter, seed=2)
-        answers.control = await score(changed, "control")
+        answers.control = await score(control_prompt(prompts[-1]), "control")
     return answers
 
 
