@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 PACKAGES = ("vllm", "torch", "triton", "nvidia-cutlass-dsl")
@@ -105,6 +106,31 @@ def activate_overlay(hopper: bool = False) -> None:
     from vllm_sparse_mla.plugin import register
 
     register()
+
+
+def progress_bar() -> Progress:
+    """A bar on standard error if that is a terminal, else nothing.
+
+    It is drawn when its ``refresh`` is called and at no other time: a thread that
+    draws would take part in what is being timed.
+    """
+    return Progress(
+        *Progress.get_default_columns(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        redirect_stdout=sys.stdout.isatty(),
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def with_progress(items: Iterable, what: str) -> Iterator:
+    """The items, with a bar that moves between them."""
+    items = list(items)
+    with progress_bar() as bar:
+        bar.refresh()
+        yield from bar.track(items, description=what)
 
 
 def num_buffers(bytes_per_call: int) -> int:

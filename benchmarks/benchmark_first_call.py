@@ -30,6 +30,7 @@ from bench_common import (
     print_table,
     require_gpu,
     save_csv,
+    with_progress,
 )
 
 from vllm_sparse_mla.stock import load_stock_module
@@ -141,7 +142,7 @@ def measure(lengths: list[int], repeat: int, device) -> list[dict]:
     workspace = torch.empty(1 << 25, dtype=torch.int32, device=device)
     rows = []
     with counted_compilations() as compilations:
-        for length in (WARM_UP_LENGTH, *lengths):
+        for length in with_progress((WARM_UP_LENGTH, *lengths), "lengths"):
             topk, cu_q_lens = make_inputs(length, device)
             shape = _topk_mask_shape(1, length, length)
             out = workspace[: shape[1] * shape[2]].view(shape)

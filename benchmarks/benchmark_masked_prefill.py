@@ -33,6 +33,7 @@ from bench_common import (
     require_gpu,
     save_csv,
     time_interleaved,
+    with_progress,
 )
 from mask_cases import MASKS
 from prefill_step import MODELS, Prefill, Step, backend_classes
@@ -239,7 +240,8 @@ def run(args) -> tuple[list[dict], int]:
     backends = backend_classes(DeviceCapability(*torch.cuda.get_device_capability()))
     rows, failed = [], 0
     everything = itertools.product(args.models, args.ranks, args.shapes)
-    for done, (model, ranks, shape) in enumerate(everything):
+    steps = with_progress(everything, "prefill steps")
+    for done, (model, ranks, shape) in enumerate(steps):
         if time.monotonic() > deadline:
             print(f"the time limit ended the run after {done} steps", file=sys.stderr)
             break

@@ -5,12 +5,13 @@
     python3 benchmarks/benchmark_serving_load.py --csv load.csv
 
 Sixty-four clients per server send requests of mixed lengths, one after another,
-for two minutes. Counted per server: requests, failures, kernels that vLLM's JIT
-monitor saw compiled after the warm-up; before and after the two minutes, idle, host
-memory of its processes, and GPU memory that its tensors occupy (``allocated``) and that
-PyTorch's allocator took from the GPU (``reserved``), the latter also half-way: it keeps
-what the largest steps so far needed, and grows until it met them. ``GPU`` is what
-nvidia-smi says of all servers together.
+for two minutes. Counted per server: requests, failures, and kernels that vLLM's JIT
+monitor saw compiled after the warm-up. Before and after the two minutes, the server
+being idle: host memory of its processes, GPU memory that its tensors occupy
+(``allocated``) and that PyTorch's allocator took from the GPU (``reserved``; also
+half-way: it keeps what the largest steps so far needed, and grows until it met them).
+``GPU`` is what nvidia-smi says of all servers together.
+
 The servers run at the same time, so their speeds are no comparison; ``--one-by-one``
 runs them in turn, which takes as many times as long. Needs an SM90 GPU and the
 package installed beside vLLM. Ends with 1 if a request failed.
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from bench_common import print_table, save_csv
+from bench_common import print_table, progress_bar, save_csv
 from serving_common import gpu_memory_mib, running_servers, variant_list
 
 from vllm_sparse_mla.serving.client import Completion, make_prompt, open_session, stream
@@ -72,12 +73,24 @@ async def _client(session, url: str, seed: int, deadline: float, load: Load) -> 
         load.prompt_tokens += len(prompt)
 
 
+async def _show_progress(what: str, seconds: float, loads: Sequence[Load]) -> None:
+    with progress_bar() as bar:
+        task = bar.add_task(what, total=seconds)
+        while True:
+            answered = sum(len(load.answers) for load in loads)
+            bar.update(task, description=f"{what}: {answered} answers; seconds")
+            bar.refresh()
+            await asyncio.sleep(1)
+            bar.advance(task)
+
+
 async def _run(
-    servers: Sequence[Server], clients: int, seconds: float, seed: int
+    what: str, servers: Sequence[Server], clients: int, seconds: float, seed: int
 ) -> list[Load]:
     """What each server did."""
     loads = [Load() for _ in servers]
     deadline = time.monotonic() + seconds
+    progress = asyncio.create_task(_show_progress(what, seconds, loads))
     async with open_session() as session:
         await asyncio.gather(
             *(
@@ -86,6 +99,7 @@ async def _run(
                 for i in range(clients)
             )
         )
+    progress.cancel()
     return loads
 
 
@@ -110,13 +124,13 @@ def _measure(
     servers: dict[str, Server], folders: dict[str, Path], args: argparse.Namespace
 ) -> list[dict]:
     group = list(servers.values())
-    asyncio.run(_run(group, args.clients, args.warm_up, seed=1_000_000))
+    asyncio.run(_run("warm-up", group, args.clients, args.warm_up, seed=1_000_000))
     compiled = [len(server.jit_kernels()) for server in group]
     host, gpu = [_host_mib(server) for server in group], gpu_memory_mib()
     idle = time.time()
     memory_before = [_gpu_mib_at(folders[variant], idle) for variant in servers]
     start = time.time()
-    loads = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
+    loads = asyncio.run(_run("load", group, args.clients, args.seconds, seed=0))
     end, gpu_after = time.time(), gpu_memory_mib()
     rows = []
     for i, (variant, server) in enumerate(servers.items()):

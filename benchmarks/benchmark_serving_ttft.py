@@ -22,7 +22,7 @@ import itertools
 import statistics
 from pathlib import Path
 
-from bench_common import argument_parser, print_table, save_csv
+from bench_common import argument_parser, print_table, save_csv, with_progress
 from serving_common import running_servers, variant_list
 
 from vllm_sparse_mla.serving.client import (
@@ -115,16 +115,19 @@ async def measure(servers, folders, shapes, repeat: int) -> list[dict]:
     masked = dict.fromkeys(times, 0)
     async with open_session() as session:
         complaints = []
-        for length in sorted({length for length, _ in shapes}):
+        lengths = sorted({length for length, _ in shapes})
+        for length in with_progress(lengths, "comparing answers"):
             complaints += await _check(session, servers, length)
         if complaints:
             raise RuntimeError("nothing was timed: " + "; ".join(complaints))
-        for shape, (variant, server) in itertools.product(shapes, servers.items()):
+        everything = itertools.product(shapes, servers.items())
+        for shape, (variant, server) in with_progress(everything, "warming up"):
             before = len(read_records(folders[variant]))
             for i in range(WARM_UP_ROUNDS):
                 await _burst(session, server.url, *shape, f"warm {shape} {i}")
             masked[shape, variant] = len(read_records(folders[variant])) - before
-        for i, shape in itertools.product(range(repeat), shapes):
+        everything = itertools.product(range(repeat), shapes)
+        for i, shape in with_progress(everything, "timing"):
             for variant, server in servers.items():
                 times[shape, variant] += await _burst(
                     session, server.url, *shape, f"timed {shape} {i}"

@@ -30,8 +30,10 @@ from bench_common import (
     num_buffers,
     on_sm90,
     print_table,
+    progress_bar,
     save_csv,
     time_interleaved,
+    with_progress,
 )
 from mask_cases import Case, Inputs, parse_case
 from result_tables import pivot
@@ -222,7 +224,14 @@ def compiled_evidence(cases: Sequence[Case], arch: str) -> list[dict]:
             wanted[kernel, name] = Variant(
                 *case.dims, causal=case.causal, callback=callback
             )
-    records = compile_variants(list(wanted.values()), arch)
+    with progress_bar() as bar:
+        task = bar.add_task(f"compiling for {arch}", total=len(wanted))
+
+        def advance(record) -> None:
+            bar.advance(task)
+            bar.refresh()
+
+        records = compile_variants(list(wanted.values()), arch, progress=advance)
     return [
         {
             "kernel": kernel,
@@ -280,7 +289,7 @@ def run_on_gpu(args) -> int:
     """Check and time every case; the CSV grows with each. Returns failed cases."""
     activate_overlay(hopper=True)
     rows, failed = [], 0
-    for case in args.shapes:
+    for case in with_progress(args.shapes, "shapes"):
         try:
             rows += measure(case, args.repeat)
         except CheckFailed as error:

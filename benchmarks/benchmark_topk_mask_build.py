@@ -29,6 +29,7 @@ from bench_common import (
     require_gpu,
     save_csv,
     time_interleaved,
+    with_progress,
 )
 
 from vllm_sparse_mla.stock import load_stock_module
@@ -298,7 +299,8 @@ def main() -> None:
     activate_overlay()
     torch.manual_seed(0)
     rows = []
-    for shape, kind in itertools.product(args.shapes, args.rows):
+    everything = itertools.product(args.shapes, args.rows)
+    for shape, kind in with_progress(everything, "shapes"):
         rows += measure(shape, kind, args, device)
     shown = ("shape", "rows", "variant", "median us", "p10 us", "p90 us",
              "stock / this", "this / floor", "GB/s", "host us", "correct")  # fmt: skip

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench_common import progress_bar
+
 from vllm_sparse_mla.serving.probe import GPU_MEMORY_PLUGIN, probe_environment
 from vllm_sparse_mla.serving.server import VARIANTS, Server
 from vllm_sparse_mla.serving.tiny_model import write_model
@@ -63,8 +65,13 @@ def running_servers(
             for variant in variants
         }
         try:
-            for server in servers.values():
-                server.wait_ready()
+            with progress_bar() as bar:
+                task = bar.add_task("starting servers", total=len(servers))
+                for server in servers.values():
+                    bar.refresh()
+                    server.wait_ready()
+                    bar.advance(task)
+                bar.refresh()
             yield servers, folders
         finally:
             for server in servers.values():
