@@ -187,6 +187,44 @@ def _sample(launch: Callable[[int], object], buffers: int, host_us: float) -> fl
     )
 
 
+class CheckFailed(Exception):
+    """What was to be timed does not agree with what it is compared with."""
+
+
+def measure_all(
+    cases: Iterable,
+    measure: Callable[[object], list[dict]],
+    csv_file: Path | None,
+    time_limit: float = math.inf,
+) -> tuple[list[dict], int]:
+    """Measure case after case; a case that fails its check is named and left out.
+
+    Args:
+        cases: what `measure` takes; they are shown in messages.
+        measure: rows of one case; raises `CheckFailed`.
+        csv_file: grows with each case.
+        time_limit: seconds after which no further case is begun.
+
+    Returns:
+        The rows, and how many cases failed their check.
+    """
+    deadline = time.monotonic() + time_limit
+    rows, failed = [], 0
+    for done, case in enumerate(with_progress(cases, "measuring")):
+        if time.monotonic() > deadline:
+            print(f"the time limit ended the run after {done} cases", file=sys.stderr)
+            break
+        try:
+            rows += measure(case)
+        except CheckFailed as error:
+            print(f"{case} is not timed: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        if csv_file is not None:
+            save_csv(csv_file, rows)
+    return rows, failed
+
+
 def copy_floor(bytes_per_call: int, buffers: int) -> Callable[[int], object]:
     """A device copy that reads and writes `bytes_per_call` bytes in all."""
     words = max(bytes_per_call // 8, 1)

@@ -19,21 +19,21 @@ again from results, with no GPU.
 
 import itertools
 import json
+import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from bench_common import (
+    CheckFailed,
     activate_overlay,
     argument_parser,
+    measure_all,
     on_sm90,
     print_table,
     require_gpu,
-    save_csv,
     time_interleaved,
-    with_progress,
 )
 from mask_cases import MASKS
 from prefill_step import MODELS, Prefill, Step, backend_classes
@@ -67,10 +67,6 @@ FORMULAS = (
     "output, latents, top-k rows once) / time"
 )
 INDEX = ("model", "ranks", "heads", "queries", "context")
-
-
-class CheckFailed(Exception):
-    """Two ways do not agree."""
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -232,29 +228,19 @@ def report(rows: Sequence[dict], args) -> None:
 
 
 def run(args) -> tuple[list[dict], int]:
-    """Measure every step; the CSV grows with each. Returns failed ones, too."""
-    deadline = time.monotonic() + args.time_limit
+    """Rows of every step, and how many failed their check."""
     activate_overlay(hopper=True)
     from vllm.platforms.interface import DeviceCapability
 
     backends = backend_classes(DeviceCapability(*torch.cuda.get_device_capability()))
-    rows, failed = [], 0
     everything = itertools.product(args.models, args.ranks, args.shapes)
-    steps = with_progress(everything, "prefill steps")
-    for done, (model, ranks, shape) in enumerate(steps):
-        if time.monotonic() > deadline:
-            print(f"the time limit ended the run after {done} steps", file=sys.stderr)
-            break
-        step = Step(MODELS[model], ranks, *shape)
-        try:
-            rows += measure(step, args.topk_rows, args.repeat, backends)
-        except CheckFailed as error:
-            print(f"{step} is not timed: {error}", file=sys.stderr)
-            failed += 1
-            continue
-        if args.csv is not None:
-            save_csv(args.csv, rows)
-    return rows, failed
+    steps = [Step(MODELS[model], ranks, *shape) for model, ranks, shape in everything]
+    return measure_all(
+        steps,
+        lambda step: measure(step, args.topk_rows, args.repeat, backends),
+        args.csv,
+        args.time_limit,
+    )
 
 
 def main() -> None:
@@ -267,7 +253,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="few shapes of DeepSeek, 1 and 8 ranks"
     )
-    parser.add_argument("--time-limit", type=float, default=1e9, metavar="SECONDS")
+    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--thresholds", type=Path, help="JSON file to write them to")
     parser.add_argument("--from-csv", nargs="+", type=Path, help="report these rows")
     args = parser.parse_args()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_common import with_progress
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("benchmark_*.py"))
@@ -84,12 +83,6 @@ def test_commands_for_b200_are_accepted(run, monkeypatch, script, arguments):
     module = importlib.import_module(script)
     monkeypatch.setattr(module, "run_without_gpu", lambda args: None, raising=False)
     assert run(script, *shlex.split(arguments)) in (None, NEEDS_GPU)
-
-
-@pytest.mark.cpu
-def test_progress_is_silent_in_a_pipe(capsys):
-    assert list(with_progress(iter("abc"), "letters")) == ["a", "b", "c"]
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.codegen
