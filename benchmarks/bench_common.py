@@ -129,8 +129,9 @@ def with_progress(items: Iterable, what: str) -> Iterator:
     """The items, with a bar that moves between them."""
     items = list(items)
     with progress_bar() as bar:
+        task = bar.add_task(what, total=len(items))
         bar.refresh()
-        yield from bar.track(items, description=what)
+        yield from bar.track(items, task_id=task)
 
 
 def num_buffers(bytes_per_call: int) -> int:

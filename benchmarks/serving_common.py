@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench_common import progress_bar
+from bench_common import with_progress
 
 from vllm_sparse_mla.serving.probe import GPU_MEMORY_PLUGIN, probe_environment
 from vllm_sparse_mla.serving.server import VARIANTS, Server
@@ -65,13 +65,8 @@ def running_servers(
             for variant in variants
         }
         try:
-            with progress_bar() as bar:
-                task = bar.add_task("starting servers", total=len(servers))
-                for server in servers.values():
-                    bar.refresh()
-                    server.wait_ready()
-                    bar.advance(task)
-                bar.refresh()
+            for server in with_progress(servers.values(), "starting servers"):
+                server.wait_ready()
             yield servers, folders
         finally:
             for server in servers.values():
