@@ -51,9 +51,10 @@ def test_the_suite_is_in_the_patch_but_for_what_is_about_the_plugin(
 ):
     here = Path(__file__).resolve().parents[1]
     files = {
-        f"tests/{p.relative_to(here)}" for p in (here / "v1/attention").rglob("*.py")
+        f"tests/{p.relative_to(here)}"
+        for p in (here / "v1/attention/sparse_mla").rglob("*.py")
     }
-    reference = "tests/v1/attention/sparse_mla_reference.py"
+    reference = "tests/v1/attention/sparse_mla/sparse_mla_reference.py"
     exported = {c.path for c in vllm_changes if c.path.startswith("tests/")}
     assert exported == {*files, reference}
     assert not suite.left_out

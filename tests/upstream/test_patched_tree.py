@@ -48,9 +48,11 @@ def test_patched_tree_passes_the_suite_without_the_plugin(
     fa4_paths = {c.path: f"vllm/vllm_{c.path}" for c in fa4_changes}
     new = [c.path for c in vllm_changes if c.path.startswith("vllm/")]
     link_package(tmp_path, [*patched, *new, *fa4_paths.values()])
-    for folder in ("tests", "tests/v1", "tests/v1/attention"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").touch()
+    folder = tmp_path
+    for name in ("tests", "v1", "attention", "sparse_mla"):
+        folder /= name
+        folder.mkdir()
+        (folder / "__init__.py").touch()
     git_apply(tmp_path, patch_text(vllm_changes))
     for change in fa4_changes:
         text = change.after.replace("flash_attn.cute", "vllm.vllm_flash_attn.cute")

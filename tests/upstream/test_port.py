@@ -40,7 +40,7 @@ UPSTREAMS = '''\
 import pytest
 import torch
 
-from tests.v1.attention.sparse_mla_reference import unpack_topk_mask
+from tests.v1.attention.sparse_mla.sparse_mla_reference import unpack_topk_mask
 from vllm.platforms import current_platform
 
 requires_nvidia = pytest.mark.skipif(
@@ -69,7 +69,9 @@ def test_imports_and_markers_become_upstreams():
 
 def test_module_import_keeps_its_name():
     text = "from vllm_sparse_mla import reference as oracle\n\noracle.f()\n"
-    expected = "from tests.v1.attention import sparse_mla_reference as oracle\n"
+    expected = (
+        "from tests.v1.attention.sparse_mla import sparse_mla_reference as oracle\n"
+    )
     assert port_test(text).text.startswith(expected)
 
 

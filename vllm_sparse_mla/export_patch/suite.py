@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The suite that travels with the patch: ``tests/v1/attention`` and its reference."""
+"""The suite that travels with the patch: ``tests/v1/attention/sparse_mla`` and its reference."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,19 +26,19 @@ class Suite:
 def tests_root() -> Path | None:
     """Folder of the checkout's tests; None for an installed wheel."""
     root = _PACKAGE.parent / "tests"
-    return root if (root / "v1/attention").is_dir() else None
+    return root if (root / "v1/attention/sparse_mla").is_dir() else None
 
 
 def collect_suite(tests: Path) -> Suite:
-    """Rewrite the tests of ``tests/v1/attention`` for upstream's repository.
+    """Rewrite the tests of ``tests/v1/attention/sparse_mla`` for upstream's repository.
 
     Args:
-        tests: Folder that holds ``v1/attention``.
+        tests: Folder that holds ``v1/attention/sparse_mla``.
     """
     reference = f"{REFERENCE_MODULE.replace('.', '/')}.py"
     files = {reference: (_PACKAGE / "reference.py").read_text()}
     left_out = []
-    for path in sorted((tests / "v1/attention").rglob("*.py")):
+    for path in sorted((tests / "v1/attention/sparse_mla").rglob("*.py")):
         name = f"tests/{path.relative_to(tests).as_posix()}"
         test = port_test(path.read_text())
         left_out += [f"{name}::{function}" for function in test.left_out]
