@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The suite that travels with the patch: ``tests/v1/attention/sparse_mla`` and its reference."""
+"""The suite that travels with the patch: its tests and their reference."""
 
 from dataclasses import dataclass
 from pathlib import Path
