@@ -33,7 +33,7 @@ from bench_common import (
     with_progress,
 )
 
-from vllm_sparse_mla.stock import load_stock_module
+from vllm_sparse_mla.testing.stock import load_stock_module
 
 MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 TOPK = 2048

@@ -30,13 +30,13 @@ from pathlib import Path
 
 import psutil
 from bench_common import print_table, progress_bar, save_csv
-from serving_common import gpu_memory_mib, running_servers, variant_list
+from serving.client import Completion, make_prompt, open_session, stream
+from serving.probe import GPU_MEMORY_PERIOD_S, read_gpu_memory
+from serving.scenario import MAX_MODEL_LEN, MODEL
+from serving.server import VARIANTS, Server
+from serving.servers import gpu_memory_mib, running_servers, variant_list
 
-from vllm_sparse_mla.serving.client import Completion, make_prompt, open_session, stream
-from vllm_sparse_mla.serving.probe import GPU_MEMORY_PERIOD_S, read_gpu_memory
-from vllm_sparse_mla.serving.scenario import MAX_MODEL_LEN, MODEL
-from vllm_sparse_mla.serving.server import VARIANTS, Server
-from vllm_sparse_mla.serving.tiny_model import SPECS
+from vllm_sparse_mla.testing.tiny_model import SPECS
 
 PROMPT_TOKENS = (16, 7000)
 GENERATED_TOKENS = (1, 64)

@@ -23,23 +23,23 @@ import statistics
 from pathlib import Path
 
 from bench_common import argument_parser, print_table, save_csv, with_progress
-from serving_common import running_servers, variant_list
-
-from vllm_sparse_mla.serving.client import (
+from serving.client import (
     complete,
     make_prompt,
     open_session,
     stream,
 )
-from vllm_sparse_mla.serving.compare import between, spread
-from vllm_sparse_mla.serving.probe import read_records
-from vllm_sparse_mla.serving.scenario import (
+from serving.compare import between, spread
+from serving.probe import read_records
+from serving.scenario import (
     STOCK_NOISE,
     control_difference,
     control_prompt,
 )
-from vllm_sparse_mla.serving.server import VARIANTS
-from vllm_sparse_mla.serving.tiny_model import SPECS
+from serving.server import VARIANTS
+from serving.servers import running_servers, variant_list
+
+from vllm_sparse_mla.testing.tiny_model import SPECS
 
 WARM_UP_ROUNDS = 2
 CHECK_RUNS = 2

@@ -39,7 +39,7 @@ from bench_common import (
 from mask_cases import Case, Inputs, parse_case
 from result_tables import pivot
 
-from vllm_sparse_mla.stock import load_stock_module
+from vllm_sparse_mla.testing.stock import load_stock_module
 
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
 UNMASKED, ONE_KEY, ONE_WORD = "unmasked", "one key", "one word"

@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 from mask_cases import TOPK, cumulative, topk_rows, visible_keys
 
-from vllm_sparse_mla.mla_layer import make_masked_layer
-from vllm_sparse_mla.stock import load_stock_module
+from vllm_sparse_mla.testing.mla_layer import make_masked_layer
+from vllm_sparse_mla.testing.stock import load_stock_module
 
 LAYER_MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         register()
     if not HAS_GPU:
         import vllm.utils.torch_utils
-        from vllm_sparse_mla.flash_attn_stub import install_parent_module
+        from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 
         vllm.utils.torch_utils.PIN_MEMORY = False
         install_parent_module()

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from vllm_sparse_mla import reference
+from vllm_sparse_mla.testing import reference
 
 pytestmark = pytest.mark.cpu
 

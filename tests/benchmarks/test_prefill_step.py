@@ -12,7 +12,7 @@ from prefill_step import LATENT, MODELS, Prefill, Step, backend_classes
 
 from vllm import _custom_ops
 from vllm.platforms.interface import DeviceCapability
-from vllm_sparse_mla.check.stand_ins import attention_calls
+from vllm_sparse_mla.testing.stand_ins import attention_calls
 
 pytestmark = [
     pytest.mark.interpreter,

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import benchmark_serving_ttft
 import pytest
-
-from vllm_sparse_mla.serving.client import Completion, make_prompt
-from vllm_sparse_mla.serving.scenario import (
+from serving.client import Completion, make_prompt
+from serving.scenario import (
     STOCK_NOISE,
     control_difference,
     control_prompt,

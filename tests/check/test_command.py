@@ -46,7 +46,7 @@ LOSE_A_KEY = """
 # What stock vLLM's offset callback does: one word shifted right, its neighbour unread.
 LOSE_THE_NEXT_WORD = """
     import torch
-    from vllm_sparse_mla import reference
+    from vllm_sparse_mla.testing import reference
     unpack = reference._unpack_keys
     def shifted(mask, start, num_keys):
         column = torch.arange(num_keys, device=mask.device) % 32

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.attention import sparse_mla_attention as layer
 from vllm_sparse_mla.check import serving_report
 from vllm_sparse_mla.check.serving_report import report_serving
-from vllm_sparse_mla.serving.tiny_model import get_spec, make_config
+from vllm_sparse_mla.testing.tiny_model import get_spec, make_config
 
 pytestmark = pytest.mark.cpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_sparse_mla.check.prefill import causal_topk_rows
-from vllm_sparse_mla.check.steps import EngineStep, ScheduledRun, Workload
+from vllm_sparse_mla.testing.steps import EngineStep, ScheduledRun, Workload
 
 pytestmark = pytest.mark.interpreter
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import vllm
-from vllm_sparse_mla.flash_attn_stub import install_parent_module
+from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 
 NAME = "vllm.vllm_flash_attn"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_sparse_mla.stock import load_file, load_stock_module
+from vllm_sparse_mla.testing.stock import load_file, load_stock_module
 
 LAYER = "vllm.model_executor.layers.attention.sparse_mla_attention"
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from serving import scenario
+from serving.probe import probe_environment
+from serving.server import VARIANTS, Server
 
-from vllm_sparse_mla.serving import scenario
-from vllm_sparse_mla.serving.probe import probe_environment
-from vllm_sparse_mla.serving.server import VARIANTS, Server
-from vllm_sparse_mla.serving.tiny_model import write_model
+from vllm_sparse_mla.testing.tiny_model import write_model
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,13 @@ import json
 
 import pytest
 from aiohttp import web
+from serving.client import (
+    complete,
+    open_session,
+    running_requests,
+    stream,
+)
+from serving.server import free_port
 
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionLogProbs,
@@ -18,13 +25,6 @@ from vllm.entrypoints.openai.completion.protocol import (
 )
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 from vllm.logprobs import Logprob
-from vllm_sparse_mla.serving.client import (
-    complete,
-    open_session,
-    running_requests,
-    stream,
-)
-from vllm_sparse_mla.serving.server import free_port
 
 pytestmark = pytest.mark.cpu
 

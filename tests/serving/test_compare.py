@@ -5,9 +5,8 @@
 import math
 
 import pytest
-
-from vllm_sparse_mla.serving.client import Completion, make_prompt
-from vllm_sparse_mla.serving.compare import Difference, between, difference, spread
+from serving.client import Completion, make_prompt
+from serving.compare import Difference, between, difference, spread
 
 pytestmark = pytest.mark.cpu
 

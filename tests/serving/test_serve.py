@@ -10,12 +10,11 @@ import json
 from dataclasses import asdict
 
 import pytest
-
-from vllm_sparse_mla.serving import scenario
-from vllm_sparse_mla.serving.compare import Difference, between, difference, spread
-from vllm_sparse_mla.serving.probe import read_records
-from vllm_sparse_mla.serving.scenario import PROMPT_LENGTHS, Answers
-from vllm_sparse_mla.serving.server import VARIANTS
+from serving import scenario
+from serving.compare import Difference, between, difference, spread
+from serving.probe import read_records
+from serving.scenario import PROMPT_LENGTHS, Answers
+from serving.server import VARIANTS
 
 pytestmark = pytest.mark.gpu
 

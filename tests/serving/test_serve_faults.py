@@ -6,17 +6,16 @@ import asyncio
 import time
 
 import pytest
-
-from vllm_sparse_mla.serving import scenario
-from vllm_sparse_mla.serving.client import (
+from serving import scenario
+from serving.client import (
     complete,
     make_prompt,
     open_session,
     running_requests,
     stream,
 )
-from vllm_sparse_mla.serving.compare import Difference, difference
-from vllm_sparse_mla.serving.server import VARIANTS, Server
+from serving.compare import Difference, difference
+from serving.server import VARIANTS, Server
 
 pytestmark = pytest.mark.gpu
 

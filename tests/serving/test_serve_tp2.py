@@ -5,12 +5,11 @@
 import asyncio
 
 import pytest
-
-from vllm_sparse_mla.serving import scenario
-from vllm_sparse_mla.serving.client import complete, make_prompt, open_session
-from vllm_sparse_mla.serving.compare import between
-from vllm_sparse_mla.serving.probe import read_records
-from vllm_sparse_mla.serving.scenario import PROMPT_LENGTHS
+from serving import scenario
+from serving.client import complete, make_prompt, open_session
+from serving.compare import between
+from serving.probe import read_records
+from serving.scenario import PROMPT_LENGTHS
 
 pytestmark = pytest.mark.gpu
 

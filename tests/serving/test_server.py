@@ -11,16 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
-
-from vllm.utils import jit_monitor
-from vllm_sparse_mla import plugin
-from vllm_sparse_mla.serving.probe import (
+from serving.probe import (
     GPU_MEMORY_PLUGIN,
     probe_environment,
     read_gpu_memory,
     read_records,
 )
-from vllm_sparse_mla.serving.server import Server, variant_environment
+from serving.server import Server, variant_environment
+
+from vllm.utils import jit_monitor
+from vllm_sparse_mla import plugin
 
 pytestmark = pytest.mark.cpu
 
@@ -65,7 +65,7 @@ if child:
 PROBED = """
 import os, sys
 import vllm.utils.torch_utils
-from vllm_sparse_mla.flash_attn_stub import install_parent_module
+from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 vllm.utils.torch_utils.PIN_MEMORY = False
 install_parent_module()
 from vllm.plugins import load_general_plugins

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from vllm_sparse_mla.serving.tiny_model import (
+from vllm_sparse_mla.testing.tiny_model import (
     SPECS,
     get_spec,
     iter_tensor_shapes,

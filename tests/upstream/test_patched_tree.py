@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 import vllm.utils.torch_utils
-from vllm_sparse_mla.flash_attn_stub import install_parent_module
+from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 
 vllm.utils.torch_utils.PIN_MEMORY = False
 install_parent_module()

@@ -10,7 +10,7 @@ OURS = '''\
 import pytest
 
 from vllm.platforms import current_platform
-from vllm_sparse_mla.reference import unpack_topk_mask
+from vllm_sparse_mla.testing.reference import unpack_topk_mask
 
 pytestmark = [pytest.mark.interpreter]
 
@@ -68,7 +68,7 @@ def test_imports_and_markers_become_upstreams():
 
 
 def test_module_import_keeps_its_name():
-    text = "from vllm_sparse_mla import reference as oracle\n\noracle.f()\n"
+    text = "from vllm_sparse_mla.testing import reference as oracle\n\noracle.f()\n"
     expected = (
         "from tests.v1.attention.sparse_mla import sparse_mla_reference as oracle\n"
     )

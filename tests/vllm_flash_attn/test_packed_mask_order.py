@@ -9,7 +9,7 @@ import sys
 PROGRAM = """
 from vllm_sparse_mla.plugin import register
 register()
-from vllm_sparse_mla.flash_attn_stub import install_parent_module
+from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 install_parent_module()
 from vllm.vllm_flash_attn.cute.mask import AttentionMask
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_sparse_mla import envs
-from vllm_sparse_mla.reference import masked_attention_varlen
+from vllm_sparse_mla.testing.reference import masked_attention_varlen
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_sparse_mla.check.environment import EnvironmentReport
     from vllm_sparse_mla.check.prefill import StepResult
     from vllm_sparse_mla.check.serving_report import ServingReport
-    from vllm_sparse_mla.check.steps import Workload
+    from vllm_sparse_mla.testing.steps import Workload
 
 # Tells what is being done; called with each piece of work.
 _Progress = Callable[[str], None]
@@ -98,7 +98,7 @@ class Report:
 def _workloads(
     prompts: tuple[int, ...] | None, budget: int, heads: int, topk: int
 ) -> "list[Workload]":
-    from vllm_sparse_mla.check.steps import Workload
+    from vllm_sparse_mla.testing.steps import Workload
 
     common: dict[str, Any] = {
         "token_budget": budget,
@@ -143,7 +143,7 @@ def _run(
         stand_ins += ["paged-cache gather", "LSE merge"]
 
     from vllm_sparse_mla.check.prefill import PrefillCheck
-    from vllm_sparse_mla.check.steps import ScheduledRun
+    from vllm_sparse_mla.testing.steps import ScheduledRun
 
     schedules = []
     device = "cuda" if has_gpu else "cpu"

@@ -48,7 +48,7 @@ def prepare_process() -> bool:
 
     load_general_plugins()
     if not has_gpu:
-        from vllm_sparse_mla.flash_attn_stub import install_parent_module
+        from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 
         install_parent_module()
     return has_gpu

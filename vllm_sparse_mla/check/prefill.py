@@ -19,10 +19,10 @@ from vllm.model_executor.layers.attention import sparse_mla_attention as layer_m
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
 )
-from vllm_sparse_mla import reference
-from vllm_sparse_mla.check.stand_ins import attention_calls
-from vllm_sparse_mla.check.steps import EngineStep, ScheduledRun
-from vllm_sparse_mla.mla_layer import make_masked_layer
+from vllm_sparse_mla.testing import reference
+from vllm_sparse_mla.testing.mla_layer import make_masked_layer
+from vllm_sparse_mla.testing.stand_ins import attention_calls
+from vllm_sparse_mla.testing.steps import EngineStep, ScheduledRun
 
 NO_CONTEXT = "no context"
 WHOLE_SEQUENCE = "whole sequence"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_sparse_mla.codegen.variants import Variant
-from vllm_sparse_mla.stock import load_file, load_stock_module
+from vllm_sparse_mla.testing.stock import load_file, load_stock_module
 
 _MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
 _FUNCTION = {"dense": "dense_mask_mod", "offset": "offset_dense_mask_mod"}

@@ -259,7 +259,7 @@ def main(fa4_dir: str = "") -> None:
             the one that vLLM vendors; empty for the latter.
     """
     warnings.simplefilter("ignore")
-    from vllm_sparse_mla.flash_attn_stub import install_parent_module
+    from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 
     install_parent_module()
     if fa4_dir:

@@ -24,7 +24,7 @@ from vllm_sparse_mla.export_patch.source import (
 )
 
 REFERENCE_MODULE = "tests.v1.attention.sparse_mla.sparse_mla_reference"
-_OWN_REFERENCE = "vllm_sparse_mla.reference"
+_OWN_REFERENCE = "vllm_sparse_mla.testing.reference"
 _OWN_PACKAGE = "vllm_sparse_mla"
 # Markers to which this repository's own conftest gives a meaning: what a tree that is
 # patched does not need to know, and what upstream would write instead.

@@ -36,7 +36,7 @@ def collect_suite(tests: Path) -> Suite:
         tests: Folder that holds ``v1/attention/sparse_mla``.
     """
     reference = f"{REFERENCE_MODULE.replace('.', '/')}.py"
-    files = {reference: (_PACKAGE / "reference.py").read_text()}
+    files = {reference: (_PACKAGE / "testing/reference.py").read_text()}
     left_out = []
     for path in sorted((tests / "v1/attention/sparse_mla").rglob("*.py")):
         name = f"tests/{path.relative_to(tests).as_posix()}"

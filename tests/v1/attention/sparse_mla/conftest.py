@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_sparse_mla import reference
+from vllm_sparse_mla.testing import reference
 
 
 def _sibling(name: str) -> ModuleType:

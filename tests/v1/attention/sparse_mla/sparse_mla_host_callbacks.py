@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from vllm_sparse_mla import reference
+from vllm_sparse_mla.testing import reference
 
 
 @functools.cache

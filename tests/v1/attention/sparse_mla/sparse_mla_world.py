@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from vllm_sparse_mla import reference
+from vllm_sparse_mla.testing import reference
 
 CANARY = 0x5A5A5A5A
 PADDING = 64  # canary words on each side of a mask workspace

@@ -9,7 +9,7 @@ backend on the same GPU. SPARSE_MLA_REPORT names a file for the errors as JSON l
 import pytest
 import torch
 
-from vllm_sparse_mla import reference
+from vllm_sparse_mla.testing import reference
 
 pytestmark = pytest.mark.gpu
 

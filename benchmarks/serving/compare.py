@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_sparse_mla.serving.client import Completion
+from serving.client import Completion
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from vllm_sparse_mla import reference
+from vllm_sparse_mla.testing import reference
 
 _ATTENTION = "vllm.model_executor.layers.attention"
 _MERGE_USERS = (f"{_ATTENTION}.mla_attention", f"{_ATTENTION}.sparse_mla_attention")

@@ -46,7 +46,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm_sparse_mla.serving.tiny_model import ModelSpec, make_config
+from vllm_sparse_mla.testing.tiny_model import ModelSpec, make_config
 
 LAYER_NAME = "model.layers.0.self_attn.attn"
 

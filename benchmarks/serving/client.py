@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from vllm_sparse_mla.serving.server import MODEL_NAME
+from serving.server import MODEL_NAME
 
 REQUEST_TIMEOUT_S = 180.0
 

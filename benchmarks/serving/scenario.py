@@ -9,15 +9,15 @@ cuts them at odd places, with a decode running, and with a shared prefix.
 import asyncio
 from dataclasses import dataclass, field
 
-from vllm_sparse_mla.serving.client import (
+from serving.client import (
     Completion,
     complete,
     make_prompt,
     open_session,
     stream,
 )
-from vllm_sparse_mla.serving.compare import Difference, difference, spread, worst
-from vllm_sparse_mla.serving.server import Server
+from serving.compare import Difference, difference, spread, worst
+from serving.server import Server
 
 # V3.2's 128 heads, so that masked MHA is eligible, and a top-k of 512.
 MODEL = "tiny-128h"

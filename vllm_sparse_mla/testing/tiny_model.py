@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Write a DeepSeek-V3.2-style model with random weights, without a hub.
 
-    python3 -m vllm_sparse_mla.serving.tiny_model tiny-128h OUT_DIR
+    python3 -m vllm_sparse_mla.testing.tiny_model tiny-128h OUT_DIR
 
 The folder holds ``config.json`` and one bfloat16 ``model.safetensors`` and is
 served with ``--skip-tokenizer-init`` and prompts given as token ids. Every

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from bench_common import with_progress
 
-from vllm_sparse_mla.serving.probe import GPU_MEMORY_PLUGIN, probe_environment
-from vllm_sparse_mla.serving.server import VARIANTS, Server
-from vllm_sparse_mla.serving.tiny_model import write_model
+from serving.probe import GPU_MEMORY_PLUGIN, probe_environment
+from serving.server import VARIANTS, Server
+from vllm_sparse_mla.testing.tiny_model import write_model
 
 
 def variant_list(text: str) -> list[str]:

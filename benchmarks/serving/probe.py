@@ -53,7 +53,7 @@ def probe_environment(
         f"sparse_mla_probe = {__name__}:register\n"
         f"{GPU_MEMORY_PLUGIN} = {__name__}:register_gpu_memory\n"
     )
-    path = [str(folder / "plugin")]
+    path = [str(folder / "plugin"), str(Path(__file__).resolve().parents[1])]
     if os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
     return {
