@@ -90,11 +90,3 @@ def pytest_terminal_summary(
     terminalreporter.section("stock vLLM fails, the patch set passes")
     for reason, count in sorted(reasons.items()):
         terminalreporter.line(f"{count:4} tests: {reason}")
-
-
-@pytest.fixture(scope="session")
-def device():
-    """The device to put tensors on: the GPU, or the CPU where there is none."""
-    import torch
-
-    return torch.device("cuda" if HAS_GPU else "cpu")

@@ -12,7 +12,8 @@ from prefill_step import LATENT, MODELS, Prefill, Step, backend_classes
 
 from vllm import _custom_ops
 from vllm.platforms.interface import DeviceCapability
-from vllm_sparse_mla.testing.stand_ins import attention_calls
+from vllm_sparse_mla.testing import reference
+from vllm_sparse_mla.testing.stand_ins import noted_attention
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -65,9 +66,11 @@ def backends(monkeypatch):
 def test_all_ways_agree(backends, model):
     step = Step(MODELS[model], MODELS[model].num_heads, queries=24, context=TOPK + 13)
     prefill = Prefill(step, "uniform", torch.device("cpu"))
-    with attention_calls(fa4=False, cache_ops=False) as calls:
+    calls = []
+    attend = reference.flash_attn_varlen_func
+    with noted_attention(calls, attend, cache_ops=False):
         expected = prefill.masked_mha()().float()
-    assert calls == ["offset_dense_mask_mod"] * 2
+    assert [call.callback for call in calls] == ["offset_dense_mask_mod"] * 2
     assert set(backends) == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
     for name, backend in backends.items():
         prefill.output.fill_(torch.nan)

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm_sparse_mla.testing import reference
 from vllm_sparse_mla.testing.mla_layer import make_masked_layer
-from vllm_sparse_mla.testing.stand_ins import attention_calls
+from vllm_sparse_mla.testing.stand_ins import MaskedCall, noted_attention
 from vllm_sparse_mla.testing.steps import EngineStep, ScheduledRun
 
 NO_CONTEXT = "no context"
@@ -242,10 +242,12 @@ class PrefillCheck:
         if prefill.chunked_context is not None:
             prefill.chunked_context.workspace.fill_(math.nan)
         output = new.new_full((len(new), w.num_heads * w.v_head_dim), math.nan)
+        calls: list[MaskedCall] = []
+        attend = None if self._fa4 else reference.flash_attn_varlen_func
         on_gpu = self.run.device.type == "cuda"
         with (
             set_current_vllm_config(self.run.vllm_config),
-            attention_calls(self._fa4, cache_ops=on_gpu) as calls,
+            noted_attention(calls, attend, cache_ops=on_gpu),
         ):
             self.impl.forward_mha(
                 q,
@@ -256,7 +258,9 @@ class PrefillCheck:
                 torch.ones(1, device=self.run.device),
                 output,
             )
-        return output.unflatten(-1, (w.num_heads, w.v_head_dim)), calls
+        return output.unflatten(-1, (w.num_heads, w.v_head_dim)), [
+            call.callback for call in calls
+        ]
 
     def _project(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of whole sequences, in the precision of `latents`."""

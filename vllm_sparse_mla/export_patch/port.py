@@ -23,9 +23,11 @@ from vllm_sparse_mla.export_patch.source import (
     used_names,
 )
 
-REFERENCE_MODULE = "tests.v1.attention.sparse_mla.sparse_mla_reference"
-_OWN_REFERENCE = "vllm_sparse_mla.testing.reference"
+UPSTREAM_PACKAGE = "tests.v1.attention.sparse_mla"
+# Modules of this package that the tests import: they travel with them.
+SHARED_MODULES = ("host_callbacks", "reference", "stand_ins", "world")
 _OWN_PACKAGE = "vllm_sparse_mla"
+_TESTING = f"{_OWN_PACKAGE}.testing"
 # Markers to which this repository's own conftest gives a meaning: what a tree that is
 # patched does not need to know, and what upstream would write instead.
 _DROPPED_MARKERS = ("interpreter", "stock_fails")
@@ -56,7 +58,7 @@ class PortedTest:
 def port_test(text: str) -> PortedTest:
     """Rewrite a test file for upstream's repository.
 
-    The reference module is imported from its place among upstream's tests. Markers that
+    Shared modules are imported from their places among upstream's tests. Markers that
     only this repository knows are left out where they are decorators, alone in
     ``pytestmark``, or marks of a ``pytest.param`` on lines of its own; elsewhere they
     stay, and mark nothing. What exists for the plugin is left out too: a file that
@@ -66,7 +68,7 @@ def port_test(text: str) -> PortedTest:
         text: The test file.
     """
     own = [b for b in bindings(text) if b.target.split(".")[0] == _OWN_PACKAGE]
-    if any(not _is_reference(binding) for binding in own):
+    if None in map(_in_upstream, own):
         return PortedTest(None)
     before = text
     text = _with_gpu_condition(_without_dropped_markers(text))
@@ -79,15 +81,21 @@ def port_test(text: str) -> PortedTest:
     return PortedTest(drop_unused_imports(text, editor.text, _WIDTH), left_out)
 
 
-def _is_reference(binding: Binding) -> bool:
-    return _OWN_REFERENCE in (binding.module, binding.target)
+def upstream_module(name: str) -> str:
+    """The name among upstream's tests of one of ``SHARED_MODULES``."""
+    return f"{UPSTREAM_PACKAGE}.sparse_mla_{name}"
 
 
-def _in_upstream(binding: Binding) -> Binding:
-    if binding.module == _OWN_REFERENCE:
-        return replace(binding, module=REFERENCE_MODULE)
-    package, _, module = REFERENCE_MODULE.rpartition(".")
-    return Binding(package, module, binding.bound, binding.guarded)
+def _in_upstream(binding: Binding) -> Binding | None:
+    """The import of a shared module, or from one; None for anything else."""
+    for name in SHARED_MODULES:
+        module = upstream_module(name)
+        if binding.module == f"{_TESTING}.{name}":
+            return replace(binding, module=module)
+        if binding.target == f"{_TESTING}.{name}":
+            package, _, module = module.rpartition(".")
+            return Binding(package, module, binding.bound, binding.guarded)
+    return None
 
 
 def _without_own_functions(text: str) -> tuple[str, tuple[str, ...]]:

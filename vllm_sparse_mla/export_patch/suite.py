@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The suite that travels with the patch: its tests and their reference."""
+"""The suite that travels with the patch: its tests and the modules they share."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_sparse_mla.export_patch.port import REFERENCE_MODULE, port_test
+from vllm_sparse_mla.export_patch.port import SHARED_MODULES, port_test, upstream_module
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -35,11 +35,14 @@ def collect_suite(tests: Path) -> Suite:
     Args:
         tests: Folder that holds ``v1/attention/sparse_mla``.
     """
-    reference = f"{REFERENCE_MODULE.replace('.', '/')}.py"
-    files = {reference: (_PACKAGE / "testing/reference.py").read_text()}
-    left_out = []
+    sources = {
+        f"{upstream_module(name).replace('.', '/')}.py": _PACKAGE / f"testing/{name}.py"
+        for name in SHARED_MODULES
+    }
     for path in sorted((tests / "v1/attention/sparse_mla").rglob("*.py")):
-        name = f"tests/{path.relative_to(tests).as_posix()}"
+        sources[f"tests/{path.relative_to(tests).as_posix()}"] = path
+    files, left_out = {}, []
+    for name, path in sources.items():
         test = port_test(path.read_text())
         left_out += [f"{name}::{function}" for function in test.left_out]
         if test.text is None:

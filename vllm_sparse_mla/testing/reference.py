@@ -465,10 +465,12 @@ def merge_attn_states(
         output_scale: must be None (no FP8 output).
 
     Raises:
-        ValueError: an `output_scale`.
+        ValueError: an `output_scale`, or no rows, which vLLM's kernel cannot launch.
     """
     if output_scale is not None:
         raise ValueError("output_scale must be None, got a scale for FP8 output")
+    if output.shape[0] == 0:
+        raise ValueError("output must have rows, got none")
     n = output.shape[0]
     if prefill_tokens_with_context is not None:
         n = prefill_tokens_with_context

@@ -4,7 +4,8 @@
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,46 +15,60 @@ _ATTENTION = "vllm.model_executor.layers.attention"
 _MERGE_USERS = (f"{_ATTENTION}.mla_attention", f"{_ATTENTION}.sparse_mla_attention")
 
 
+@dataclass(frozen=True)
+class MaskedCall:
+    """What a layer asked of FA4 in one call; lengths in tokens."""
+
+    callback: str
+    causal: bool
+    return_lse: bool
+    num_aux_tensors: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
 @contextmanager
-def attention_calls(fa4: bool, cache_ops: bool) -> Iterator[list[str]]:
-    """Run the layer's outside calls on what this device has.
+def noted_attention(
+    calls: list[MaskedCall],
+    attend: Callable[..., Any] | None = None,
+    cache_ops: bool = True,
+) -> Iterator[None]:
+    """Run a layer's outside calls on what this device has.
 
     Args:
-        fa4: attention runs on the real FA4, else on the reference.
+        calls: gets a note of each attention call.
+        attend: takes FA4's keyword arguments in its place; None is the real FA4.
         cache_ops: the paged-cache gather and the LSE merge run on vLLM's CUDA
             kernels, else on the reference.
-
-    Yields:
-        The callback's name of each attention call, filled while the context lasts.
     """
     package = importlib.import_module("vllm.vllm_flash_attn")
-    attend: Callable[..., Any] = (
-        package.flash_attn_varlen_func if fa4 else reference.flash_attn_varlen_func
-    )
-    calls: list[str] = []
+    attend = attend or package.flash_attn_varlen_func
 
     def noted(**kwargs: Any) -> Any:
-        calls.append(reference.packed_mask_mod_name(kwargs.get("mask_mod")))
+        calls.append(
+            MaskedCall(
+                reference.packed_mask_mod_name(kwargs.get("mask_mod")),
+                kwargs["causal"],
+                kwargs["return_softmax_lse"],
+                len(kwargs.get("aux_tensors") or ()),
+                kwargs["max_seqlen_q"],
+                kwargs["max_seqlen_k"],
+            )
+        )
         return attend(**kwargs)
 
-    replaced = [(package, "flash_attn_varlen_func", noted)]
-    if not cache_ops:
-        custom_ops = importlib.import_module("vllm._custom_ops")
-        gather = reference.gather_and_maybe_dequant_cache
-        replaced.append((custom_ops, gather.__name__, gather))
-        merge = reference.merge_attn_states
-        replaced += [
-            (importlib.import_module(user), merge.__name__, merge)
-            for user in _MERGE_USERS
-        ]
-    patches = [
-        mock.patch.object(owner, name, new, create=owner is package)
-        for owner, name, new in replaced
-    ]
-    for patch in patches:
-        patch.start()
-    try:
-        yield calls
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
+    with ExitStack() as stack:
+
+        def replace(owner: str, name: str, new: Callable[..., Any]) -> None:
+            module = importlib.import_module(owner)
+            # Where FA4 cannot be imported, its package is an empty one.
+            patch = mock.patch.object(module, name, new, create=module is package)
+            stack.enter_context(patch)
+
+        replace("vllm.vllm_flash_attn", "flash_attn_varlen_func", noted)
+        if not cache_ops:
+            gather = reference.gather_and_maybe_dequant_cache
+            replace("vllm._custom_ops", gather.__name__, gather)
+            for user in _MERGE_USERS:
+                replace(user, "merge_attn_states", reference.merge_attn_states)
+        yield

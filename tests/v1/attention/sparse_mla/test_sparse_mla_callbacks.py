@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_sparse_mla.testing.host_callbacks import columns_kept
+
 ROWS = 3
 NUM_KEYS = 3 * 128 + 37
 WORDS = 16  # 14 hold keys, one is padding, the last one is reserved
@@ -52,21 +54,19 @@ def assert_keeps(kept, grid, starts):
         )
 
 
-def test_dense_callback(sparse_mla, mask_mods, grid):
-    kept = sparse_mla.columns_kept(
-        mask_mods.dense_mask_mod, [pack(grid)], ROWS, NUM_KEYS
-    )
+def test_dense_callback(mask_mods, grid):
+    kept = columns_kept(mask_mods.dense_mask_mod, [pack(grid)], ROWS, NUM_KEYS)
     assert_keeps(kept, grid, (0, 0))
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_offset_callback_from_the_reserved_word(sparse_mla, mask_mods, grid, start):
+def test_offset_callback_from_the_reserved_word(mask_mods, grid, start):
     mask = pack(grid)
     starts = (start, NUM_KEYS - 1 - start)  # the second ends in the row's last group
     if start % 32 == 0:
         starts = (start, 128)  # aligned, which stock reads exactly too
     mask[:, 0, -1] = torch.tensor(starts, dtype=torch.int32)
-    kept = sparse_mla.columns_kept(
+    kept = columns_kept(
         mask_mods.offset_dense_mask_mod, [mask], ROWS, NUM_KEYS - min(starts)
     )
     assert_keeps(kept, grid, starts)
@@ -74,11 +74,11 @@ def test_offset_callback_from_the_reserved_word(sparse_mla, mask_mods, grid, sta
 
 @pytest.mark.stock_fails(ONE_AUX_TENSOR)
 @pytest.mark.parametrize("start", range(1, 128, 9))
-def test_offset_callback_from_a_second_tensor(sparse_mla, mask_mods, grid, start):
+def test_offset_callback_from_a_second_tensor(mask_mods, grid, start):
     starts = (start, NUM_KEYS - 1)
     mask = pack(grid)
     key_starts = torch.tensor(starts, dtype=torch.int32)
-    kept = sparse_mla.columns_kept(
+    kept = columns_kept(
         mask_mods.offset_dense_mask_mod,
         [mask, key_starts],
         ROWS,

@@ -42,8 +42,8 @@ def run_in_steps(world, places, chunk_rows, fits):
     return torch.cat(outputs)
 
 
-def assert_invariant(sparse_mla, places, fits=True):
-    world = sparse_mla.world([PROMPT_LEN])
+def assert_invariant(make_world, places, fits=True):
+    world = make_world([PROMPT_LEN])
     whole_step = world.step([(0, 0, PROMPT_LEN)])
     # One oracle for both: that of the prompt in one step.
     world.assert_right(whole_step, world.run(whole_step))
@@ -52,14 +52,14 @@ def assert_invariant(sparse_mla, places, fits=True):
 
 @pytest.mark.stock_fails(UNALIGNED)
 @pytest.mark.parametrize("places", SPLITS.values(), ids=SPLITS)
-def test_a_split_anywhere_changes_nothing(sparse_mla, places):
-    assert_invariant(sparse_mla, places)
+def test_a_split_anywhere_changes_nothing(make_world, places):
+    assert_invariant(make_world, places)
 
 
 @pytest.mark.parametrize("places", [[32], [128], [64, 96, 192]], ids=str)
-def test_an_aligned_split_changes_nothing(sparse_mla, places):
-    assert_invariant(sparse_mla, places)
+def test_an_aligned_split_changes_nothing(make_world, places):
+    assert_invariant(make_world, places)
 
 
-def test_a_split_changes_nothing_with_a_mask_a_range(sparse_mla):
-    assert_invariant(sparse_mla, [129, 197], fits=False)
+def test_a_split_changes_nothing_with_a_mask_a_range(make_world):
+    assert_invariant(make_world, [129, 197], fits=False)

@@ -12,6 +12,7 @@ import vllm.envs as envs
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import fa_utils
+from vllm_sparse_mla.testing.world import Dims
 
 NO_OPT_IN = "stock has no opt-in for SM90"
 SWITCH = "VLLM_SPARSE_MLA_SM90"
@@ -125,9 +126,7 @@ def test_models_that_nearly_fit(on, dims, opt_in):
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
-def test_heads_are_counted_over_all_ranks(
-    on, dims, tensor_parallel_size, layer_dims, monkeypatch
-):
+def test_heads_are_counted_over_all_ranks(on, dims, tensor_parallel_size, monkeypatch):
     """The layer multiplies its own heads by the tensor parallel size."""
     on("sm100")
     cls = sparse_mla_attention.SparseMLACommonImpl
@@ -141,7 +140,7 @@ def test_heads_are_counted_over_all_ranks(
         (heads // tensor_parallel_size, True),
         (heads, tensor_parallel_size == 1),
     ):
-        layer = layer_dims(num_heads, rank, nope, rope, v)
+        layer = Dims(num_heads, rank, nope, rope, v)
         impl = cls(**layer.layer_arguments(), kv_b_proj=None)
         assert impl.masked_mha_available is expected
 

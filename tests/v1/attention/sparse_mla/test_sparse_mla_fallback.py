@@ -19,12 +19,12 @@ LONG_SPANS = [(0, 37, 110), (1, 250, 300), (2, 5, 260)]
 
 
 @pytest.fixture
-def world(sparse_mla):
-    return sparse_mla.world([300] * 3)
+def world(make_world):
+    return make_world([300] * 3)
 
 
 @pytest.mark.parametrize("spans", [SPANS, LONG_SPANS], ids=["two", "three"])
-def test_ranges_begin_one_word_below_the_documented_size(world, sparse_mla, spans):
+def test_ranges_begin_one_word_below_the_documented_size(world, spans):
     longest = max(stop - start for _, start, stop in spans)
     batch, rows, words = _topk_mask_shape(
         len(spans), longest, 300, reserve_key_starts_word=True
@@ -34,11 +34,11 @@ def test_ranges_begin_one_word_below_the_documented_size(world, sparse_mla, span
         (batch * rows * words, "offset_dense_mask_mod"),
         (batch * rows * words - 1, "dense_mask_mod"),
     ):
-        sparse_mla.calls.clear()
+        world.calls.clear()
         step = world.step(spans, chunk_rows=96, mask_words=numel)
         assert world.impl.masked_mha_workspace_fits(step.metadata.prefill)
         outputs.append(world.run(step))
-        assert {call.callback for call in sparse_mla.calls} == {callback}
+        assert {call.callback for call in world.calls} == {callback}
     if spans is SPANS:  # aligned, so stock gives it too
         assert torch.equal(*outputs)
 
@@ -66,14 +66,14 @@ def test_the_smallest_workspace_is_that_of_the_largest_range(world):
 
 
 @pytest.mark.parametrize("spans", [[(0, 0, 130)], SPANS], ids=["pure", "context"])
-def test_a_workspace_for_no_mask_is_an_error_before_attention(world, sparse_mla, spans):
+def test_a_workspace_for_no_mask_is_an_error_before_attention(world, spans):
     step = world.step(spans, chunk_rows=96, mask_words=64)
     assert not world.impl.masked_mha_workspace_fits(step.metadata.prefill)
     with pytest.raises(ValueError, match="workspace") as raised:
         world.run(step)
     # What is needed and what is there.
     assert re.search(r"\d+ int32 words.* 64\b", str(raised.value))
-    assert sparse_mla.calls == []
+    assert world.calls == []
 
 
 @pytest.mark.stock_fails("stock's message has no words needed and no words there")

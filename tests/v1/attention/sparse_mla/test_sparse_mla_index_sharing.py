@@ -53,8 +53,8 @@ class Model:
 
 
 @pytest.fixture
-def world(sparse_mla):
-    return sparse_mla.world([200] * PROMPTS)
+def world(make_world):
+    return make_world([200] * PROMPTS)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import torch
 
 import vllm
 from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm_sparse_mla.testing.world import Dims
 
 pytestmark = pytest.mark.gpu
 
@@ -40,8 +41,8 @@ KINDS = {
 
 
 @pytest.fixture
-def world(sparse_mla):
-    dims = sparse_mla.dims(
+def world(make_world):
+    dims = Dims(
         num_heads=16,
         kv_lora_rank=512,
         qk_nope_head_dim=128,
@@ -49,7 +50,7 @@ def world(sparse_mla):
         v_head_dim=128,
         index_topk=256,
     )
-    return sparse_mla.world([700] * 3, dims=dims, block_size=64)
+    return make_world([700] * 3, dims=dims, block_size=64)
 
 
 def prepared(world, name, impl=None):
@@ -254,7 +255,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("dims", [(128, 64, 128), (192, 64, 256)], ids=str)
-def test_after_warm_up_no_length_compiles(sparse_mla, report, dims, lengths):
+def test_after_warm_up_no_length_compiles(make_world, report, dims, lengths):
     from vllm.model_executor.layers.attention import sparse_mla_warmup
 
     nope, rope, v = dims
@@ -275,9 +276,9 @@ def test_after_warm_up_no_length_compiles(sparse_mla, report, dims, lengths):
     seconds = time.perf_counter() - start
     warmed = [len(cache) for cache in caches]
 
-    world = sparse_mla.world(
+    world = make_world(
         [5000, 5000, 700, 64, 64],
-        dims=sparse_mla.dims(16, 512, nope, rope, v, 256),
+        dims=Dims(16, 512, nope, rope, v, 256),
         block_size=64,
         max_tokens=16384,
     )

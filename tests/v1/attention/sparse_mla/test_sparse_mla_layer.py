@@ -9,6 +9,8 @@ in the output, the context workspace and every cache row that holds no context.
 import pytest
 import torch
 
+from vllm_sparse_mla.testing.world import Dims
+
 INT32_MAX = 2**31 - 1
 OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"
 NO_ROWS = "stock merges no rows where a split context's request has no queries"
@@ -51,52 +53,52 @@ def table(cases, stock_fails=(), reason=None):
 
 
 @pytest.fixture
-def world(sparse_mla):
-    return sparse_mla.world([420] * 3)
+def world(make_world):
+    return make_world([420] * 3)
 
 
 @pytest.mark.parametrize("decodes", [0, 3], ids=["no-decodes", "decodes-in-front"])
 @pytest.mark.parametrize("spans", table(PURE))
-def test_pure_prefill(world, sparse_mla, spans, decodes):
+def test_pure_prefill(world, spans, decodes):
     step = world.step(spans, decodes=decodes)
     world.assert_right(step, world.run(step))
-    assert [call.callback for call in sparse_mla.calls] == ["dense_mask_mod"]
+    assert [call.callback for call in world.calls] == ["dense_mask_mod"]
 
 
 @pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, SMALL_CHUNKS])
 @pytest.mark.parametrize("spans", table(CONTEXT, STOCK_LOSES_KEYS, UNALIGNED))
-def test_context_with_one_mask_of_whole_sequences(world, sparse_mla, spans, chunk_rows):
+def test_context_with_one_mask_of_whole_sequences(world, spans, chunk_rows):
     step = world.step(spans, chunk_rows=chunk_rows)
     world.assert_right(step, world.run(step))
     chunks = step.metadata.prefill.chunked_context.chunks
     with_queries = [c for c in chunks if c.token_slice.start < c.token_slice.stop]
-    callbacks = [call.callback for call in sparse_mla.calls]
+    callbacks = [call.callback for call in world.calls]
     assert callbacks == ["offset_dense_mask_mod"] * (1 + len(with_queries))
 
 
 @pytest.mark.parametrize("spans", table(CONTEXT, STOCK_MERGES_NOTHING, NO_ROWS))
-def test_context_with_one_mask_a_range(world, sparse_mla, spans):
+def test_context_with_one_mask_a_range(world, spans):
     words = world.whole_mask_words(spans) - 1
     step = world.step(spans, chunk_rows=SMALL_CHUNKS, mask_words=words)
     if not world.impl.masked_mha_workspace_fits(step.metadata.prefill):
         pytest.skip("the ranges' masks are as large as that of the whole sequences")
     world.assert_right(step, world.run(step))
-    assert {call.callback for call in sparse_mla.calls} == {"dense_mask_mod"}
+    assert {call.callback for call in world.calls} == {"dense_mask_mod"}
 
 
 @pytest.mark.stock_fails("stock hands FA4 a batch without query tokens")
 @pytest.mark.parametrize("start", [0, 37], ids=["pure", "context"])
-def test_requests_without_any_query_token_launch_nothing(world, sparse_mla, start):
+def test_requests_without_any_query_token_launch_nothing(world, start):
     step = world.step([(0, start, start), (1, start, start)])
     assert world.run(step).numel() == 0
-    assert sparse_mla.calls == []
+    assert world.calls == []
 
 
 @pytest.mark.stock_fails("stock hands FA4 a chunk without query tokens")
-def test_a_context_of_no_query_token_is_not_attended_to(world, sparse_mla):
+def test_a_context_of_no_query_token_is_not_attended_to(world):
     step = world.step([(0, 37, 37), (1, 0, 50)])
     world.assert_right(step, world.run(step))
-    assert len(sparse_mla.calls) == 1
+    assert len(world.calls) == 1
 
 
 @pytest.mark.stock_fails(UNALIGNED)
@@ -208,25 +210,25 @@ def test_context_parallelism_is_refused(world):
 
 
 @pytest.mark.stock_fails(UNALIGNED)
-def test_dimensions_of_a_real_model(sparse_mla):
-    dims = sparse_mla.dims(
+def test_dimensions_of_a_real_model(make_world):
+    dims = Dims(
         kv_lora_rank=512,
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
         index_topk=64,
     )
-    world = sparse_mla.world([200, 200], dims=dims, block_size=64)
+    world = make_world([200, 200], dims=dims, block_size=64)
     step = world.step([(0, 101, 140), (1, 0, 77)], chunk_rows=64)
     world.assert_right(step, world.run(step))
 
 
 @pytest.mark.stock_fails(UNALIGNED)
-def test_a_layer_without_rope(sparse_mla):
-    dims = sparse_mla.dims(
+def test_a_layer_without_rope(make_world):
+    dims = Dims(
         qk_nope_head_dim=256, qk_rope_head_dim=0, v_head_dim=256, kv_lora_rank=512
     )
-    world = sparse_mla.world([200], dims=dims)
+    world = make_world([200], dims=dims)
     step = world.step([(0, 101, 180)], chunk_rows=64)
     world.assert_right(step, world.run(step))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_sparse_mla.testing import reference
+from vllm_sparse_mla.testing.world import Dims
 
 pytestmark = pytest.mark.gpu
 
@@ -42,9 +43,9 @@ SCENARIOS = {
 }
 
 
-def make_world(sparse_mla, model, heads, **kwargs):
+def model_world(make_world, model, heads, **kwargs):
     nope, rope, v = MODELS.get(model, NO_ROPE)
-    dims = sparse_mla.dims(
+    dims = Dims(
         num_heads=heads,
         kv_lora_rank=512,
         qk_nope_head_dim=nope,
@@ -52,7 +53,7 @@ def make_world(sparse_mla, model, heads, **kwargs):
         v_head_dim=v,
         index_topk=TOPK,
     )
-    return sparse_mla.world([LENGTH] * 3, dims=dims, block_size=BLOCK, **kwargs)
+    return make_world([LENGTH] * 3, dims=dims, block_size=BLOCK, **kwargs)
 
 
 def make_step(world, spans, per_range=False, **kwargs):
@@ -97,15 +98,15 @@ def judge_scenario(world, report, model, scenario):
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("model", MODELS)
-def test_scenarios_against_float64(sparse_mla, report, model, heads, scenario):
-    judge_scenario(make_world(sparse_mla, model, heads), report, model, scenario)
+def test_scenarios_against_float64(make_world, report, model, heads, scenario):
+    judge_scenario(model_world(make_world, model, heads), report, model, scenario)
 
 
 @pytest.mark.parametrize("per_range", [False, True], ids=["whole", "per-range"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_remainder_of_the_context(sparse_mla, report, model, per_range):
+def test_every_remainder_of_the_context(make_world, report, model, per_range):
     """Two requests, of which the second begins within a chunk of the first."""
-    world = make_world(sparse_mla, model, 16)
+    world = model_world(make_world, model, 16)
     for remainder in range(32):
         spans = [(0, 320 + remainder, 420), (1, 544 - remainder, 600)]
         step = make_step(world, spans, chunk_rows=192, per_range=per_range)
@@ -125,8 +126,8 @@ def test_every_remainder_of_the_context(sparse_mla, report, model, per_range):
 @pytest.mark.parametrize("in_context", [True, False], ids=["context", "suffix"])
 @pytest.mark.parametrize("per_range", [False, True], ids=["whole", "per-range"])
 @pytest.mark.parametrize("model", MODELS)
-def test_rows_without_any_key_in_a_range(sparse_mla, model, per_range, in_context):
-    world = make_world(sparse_mla, model, 16)
+def test_rows_without_any_key_in_a_range(make_world, model, per_range, in_context):
+    world = model_world(make_world, model, 16)
     spans = [(0, 549, 700), (1, 325, 345)]
     world.topk[0][::2] = -1
     world.topk[0][::2, 0] = 3 if in_context else 549
@@ -140,9 +141,9 @@ def test_rows_without_any_key_in_a_range(sparse_mla, model, per_range, in_contex
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_both_mask_paths_give_the_same_output(sparse_mla, model):
+def test_both_mask_paths_give_the_same_output(make_world, model):
     """Also bit for bit: FA4 sees the same keys in the same blocks."""
-    world = make_world(sparse_mla, model, 16)
+    world = model_world(make_world, model, 16)
     spans = [(0, 325, 400), (1, 600, 700)]
     whole, ranges = (
         world.run(make_step(world, spans, chunk_rows=192, per_range=per_range))
@@ -151,9 +152,9 @@ def test_both_mask_paths_give_the_same_output(sparse_mla, model):
     assert torch.equal(whole, ranges)
 
 
-def test_a_model_without_rope(sparse_mla, report):
+def test_a_model_without_rope(make_world, report):
     model = "256/256 without RoPE"
-    world = make_world(sparse_mla, model, 16)
+    world = model_world(make_world, model, 16)
     for scenario in ("pure-unequal", "chunks"):
         judge_scenario(world, report, model, scenario)
 
@@ -195,13 +196,13 @@ def eager_mqa(world, step):
 @pytest.mark.parametrize("scenario", ["pure-unequal", "unaligned", "chunks"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("model", MODELS)
-def test_against_upstreams_sparse_mqa(sparse_mla, report, model, heads, scenario):
+def test_against_upstreams_sparse_mqa(make_world, report, model, heads, scenario):
     """Both within their budgets of one oracle, so within the sum of each other."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this sparse MQA backend is SM90's")
     from vllm.v1.attention.backends.mla import flashattn_mla_sparse as backend
 
-    world = make_world(sparse_mla, model, heads)
+    world = model_world(make_world, model, heads)
     options = dict(SCENARIOS[scenario])
     step = make_step(
         world,

@@ -77,8 +77,8 @@ def test_without_a_registry_nothing_is_compiled(monkeypatch):
 
 
 @stock_has_none
-def test_every_call_that_the_layer_makes_is_warmed_up(sparse_mla):
-    world = sparse_mla.world([300] * 2)
+def test_every_call_that_the_layer_makes_is_warmed_up(make_world):
+    world = make_world([300] * 2)
     spans = [(0, 64, 100), (1, 256, 290)]
     words = world.whole_mask_words(spans)
     for step in (
@@ -95,7 +95,7 @@ def test_every_call_that_the_layer_makes_is_warmed_up(sparse_mla):
             return_lse=call.return_lse,
             key_starts=call.num_aux_tensors > 1,
         )
-        for call in sparse_mla.calls
+        for call in world.calls
     }
     assert made == set(module.MASKED_CALLS)
 
@@ -132,14 +132,14 @@ def test_no_threshold_admits_short_queries_beside_a_context():
 
 
 @stock_has_none
-def test_every_call_of_a_step_names_its_longest_query(sparse_mla):
+def test_every_call_of_a_step_names_its_longest_query(make_world):
     """A context chunk of a short query alone compiles nothing of its own."""
-    world = sparse_mla.world([400, 300])
+    world = make_world([400, 300])
     step = world.step([(0, 64, 364), (1, 256, 258)], chunk_rows=64)
     chunks = step.metadata.prefill.chunked_context.chunks
     assert {chunk.max_query_len for chunk in chunks} == {300, 2}
     world.run(step)
-    assert {call.max_seqlen_q for call in sparse_mla.calls} == {300}
+    assert {call.max_seqlen_q for call in world.calls} == {300}
 
 
 @stock_has_none
@@ -152,7 +152,7 @@ def test_no_key_names_a_length():
 
 
 @stock_has_none
-def test_the_builders_keys_cover_every_build_of_the_layer(sparse_mla, monkeypatch):
+def test_the_builders_keys_cover_every_build_of_the_layer(make_world, monkeypatch):
     """Which options the layer builds masks with, whatever builds them here."""
     build = sparse_mla_attention._build_packed_topk_mask
     built = set()
@@ -163,7 +163,7 @@ def test_the_builders_keys_cover_every_build_of_the_layer(sparse_mla, monkeypatc
         return build(*args, **options)
 
     monkeypatch.setattr(sparse_mla_attention, "_build_packed_topk_mask", noted)
-    world = sparse_mla.world([300])
+    world = make_world([300])
     spans = [(0, 256, 290)]
     for step in (
         world.step([(0, 0, 40)]),

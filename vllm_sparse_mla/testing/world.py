@@ -13,6 +13,8 @@ from unittest import mock
 import torch
 
 from vllm_sparse_mla.testing import reference
+from vllm_sparse_mla.testing.host_callbacks import attend_on_host
+from vllm_sparse_mla.testing.stand_ins import MaskedCall, noted_attention
 
 CANARY = 0x5A5A5A5A
 PADDING = 64  # canary words on each side of a mask workspace
@@ -105,7 +107,12 @@ class Step:
 
 
 class World:
-    """Prompts with all that attention reads of them, and one layer."""
+    """Prompts with all that attention reads of them, and one layer.
+
+    Without a GPU, the reference stands in for FA4, the paged gather and the LSE merge;
+    the packed callbacks themselves run, on the host. `calls` notes what the layer asks
+    of FA4.
+    """
 
     def __init__(
         self,
@@ -117,6 +124,7 @@ class World:
         max_tokens: int = 4096,
     ) -> None:
         self.device, self.block_size = device, block_size
+        self.calls: list[MaskedCall] = []
         self.dims = dims or (GPU_DIMS if device.type == "cuda" else Dims())
         self.generator = torch.Generator(device).manual_seed(seed)
         d = self.dims
@@ -314,15 +322,18 @@ class World:
     def forward(self, step: Step, impl: Any, output: torch.Tensor) -> None:
         """The layer's call and nothing else."""
         rank = self.dims.kv_lora_rank
-        impl.forward_mha(
-            step.q,
-            step.latents[:, :rank],
-            step.latents[:, rank:].unsqueeze(1),
-            self.cache,
-            step.metadata,
-            self.k_scale,
-            output,
-        )
+        on_gpu = self.device.type == "cuda"
+        attend = None if on_gpu else attend_on_host
+        with noted_attention(self.calls, attend, cache_ops=on_gpu):
+            impl.forward_mha(
+                step.q,
+                step.latents[:, :rank],
+                step.latents[:, rank:].unsqueeze(1),
+                self.cache,
+                step.metadata,
+                self.k_scale,
+                output,
+            )
 
     def project(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of whole sequences, in the precision of `latents`."""
