@@ -2,53 +2,48 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The console script ``vllm-sparse-mla``.
 
-A command's module is imported when the command runs: help is quick, and a command
-whose requirements are missing leaves the others usable.
+The commands' modules import vLLM, torch and the like when a command runs: help is
+quick, and a command whose requirements are missing leaves the others usable.
 """
 
-import importlib
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-_COMMANDS = {
-    "check": (
-        "vllm_sparse_mla.check.command",
-        "Run real scheduling through the overlaid layer and compare with an oracle.",
-    ),
-    "codegen": (
-        "vllm_sparse_mla.codegen.command",
-        "Cross-compile the masked kernels and inspect the code; needs no GPU.",
-    ),
-    "export-patch": (
-        "vllm_sparse_mla.export_patch",
-        "Write the overlay as a patch against upstream vLLM.",
-    ),
-}
+from vllm_sparse_mla.check.command import command as check
+from vllm_sparse_mla.codegen.command import command as codegen
+from vllm_sparse_mla.export_patch.cli import command as export_patch
 
+# Without markup an error is one line, whatever the terminal's width.
 app = typer.Typer(
     name="vllm-sparse-mla",
     help="Sparse-MLA masked-MHA prefill for vLLM.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
 )
+app.command("check")(check)
+app.command("codegen")(codegen)
+app.command("export-patch")(export_patch)
 
 
-def _add(name: str, module: str, summary: str) -> None:
-    @app.command(
-        name,
-        help=summary,
-        context_settings={
-            "allow_extra_args": True,
-            "ignore_unknown_options": True,
-            # --help belongs to the command itself.
-            "help_option_names": [],
-        },
-    )
-    def forward(context: typer.Context) -> None:
-        command = typer.Typer(add_completion=False)
-        command.command(name)(importlib.import_module(module).command)
-        command(args=context.args, prog_name=context.command_path)
+@app.command("tiny-model")
+def tiny_model(
+    spec: Annotated[str, typer.Argument(help="Its sizes, such as tiny-128h.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write it to.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
+) -> None:
+    """Write a DeepSeek-V3.2-style model with random weights, to serve without a hub."""
+    from vllm_sparse_mla.testing.tiny_model import get_spec, write_model
 
-
-for _name, (_module, _summary) in _COMMANDS.items():
-    _add(_name, _module, _summary)
+    try:
+        get_spec(spec)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SPEC") from None
+    try:
+        write_model(folder, spec, seed=seed)
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="FOLDER") from None
+    size = (folder / "model.safetensors").stat().st_size
+    typer.echo(f"{folder}: {spec}, {size / 2**20:.0f} MiB")

@@ -1,65 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The console script's dispatch; the commands have tests of their own."""
+"""The console script: help needs nothing, a wrong argument gets one line."""
 
 import subprocess
 import sys
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from vllm_sparse_mla import cli
+from vllm_sparse_mla.cli import app
 
-pytestmark = pytest.mark.cpu
+COMMANDS = ("check", "codegen", "export-patch", "tiny-model")
 
 
-def test_help_imports_neither_torch_nor_vllm():
+@pytest.mark.parametrize("arguments", [(), *((name,) for name in COMMANDS)], ids=str)
+def test_help_needs_neither_vllm_nor_torch(arguments):
     code = (
-        "import sys\nfrom vllm_sparse_mla.cli import app\n"
-        "try: app(['--help'])\n"
-        "except SystemExit as e: assert not e.code\n"
-        "assert not {'torch', 'vllm', 'cutlass'} & set(sys.modules)\n"
+        "import sys\n"
+        "for name in ('torch', 'vllm', 'cutlass', 'libcst', 'safetensors'):\n"
+        "    sys.modules[name] = None\n"  # Importing it fails.
+        "from vllm_sparse_mla.cli import app\n"
+        f"app([*{arguments!r}, '--help'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("check", "codegen", "export-patch"):
-        assert name in done.stdout
+    assert all(name in done.stdout for name in arguments or COMMANDS)
 
 
-@pytest.fixture
-def fake_check(monkeypatch):
-    """Stands in for the check command; returns the arguments that it was given."""
-    seen = {}
+WRONG = {
+    "no such command": ("bogus", "No such command 'bogus'"),
+    "no such option": ("check --bogus", "No such option: --bogus"),
+    "prompts": ("check --prompts 12,x", "must be token counts such as 300,800,517"),
+    "empty prompt": ("check --prompts 0", "must be token counts such as 300,800,517"),
+    "budget": ("check --budget 0", "--budget"),
+    "heads": ("check --heads 0", "--heads"),
+    "top-k": ("check --topk 0", "--topk"),
+    "arch": ("codegen --arch sm_80", "arch must look like sm_100a"),
+    "callback": ("codegen --callback bogus", "callback must be one of none, word32"),
+    "callback file": ("codegen --callback x.py:f", "there is no file x.py"),
+    "callback name": ("codegen --callback FILE:g", "has no function 'g'"),
+    "callback unnamed": ("codegen --callback FILE:", "has no function ''"),
+    "callback of SM100": (
+        "codegen --arch sm_90a --callback word32",
+        "FA4 for sm_90a runs none, word32_scalar, dense, offset or",
+    ),
+    "jobs": ("codegen --jobs 0", "--jobs"),
+    "output folder": ("export-patch -o nowhere/a.patch", "there is no folder nowhere"),
+    "output is a folder": ("export-patch -o .", "is a directory"),
+    "upstream": ("export-patch --upstream nowhere", "dir 'nowhere' does not exist"),
+    "upstream file": ("export-patch --upstream FILE", "is a file"),
+    "another tree": ("export-patch --upstream .", "must hold vLLM 0.33.0's vllm/"),
+    "no arguments": ("tiny-model", "Missing argument"),
+    "spec": ("tiny-model bogus out", "name must be one of"),
+    "folder": ("tiny-model tiny FILE/out", "Not a directory"),
+    "seed": ("tiny-model tiny out --seed -1", "--seed"),
+}
 
-    def command(steps: int, json: bool = False, path: str = typer.Option("p")):
-        seen.update(steps=steps, json=json, path=path)
-        raise typer.Exit(3)
 
-    module = type(sys)("fake_check")
-    module.command = command
-
-    monkeypatch.setitem(sys.modules, "vllm_sparse_mla.check.command", module)
-    # Python's own way to say that an import is to fail.
-    monkeypatch.setitem(sys.modules, "vllm_sparse_mla.codegen.command", None)
-    return seen
-
-
-def test_arguments_and_exit_code_pass_through(fake_check):
-    result = CliRunner().invoke(cli.app, ["check", "5", "--json", "--path", "-x"])
-    assert result.exit_code == 3
-    assert fake_check == {"steps": 5, "json": True, "path": "-x"}
+@pytest.mark.parametrize("command, message", WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_gets_one_line(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "file.py"
+    file.write_text("def f(): ...\n")
+    result = CliRunner().invoke(app, command.replace("FILE", str(file)).split())
+    assert result.exit_code == 2, result.output
+    usage, hint, blank, line = result.stderr.splitlines()
+    assert usage.startswith("Usage: ") and not blank
+    assert line.startswith("Error: ") and message in line
+    assert not result.stdout
+    assert list(tmp_path.iterdir()) == [file]
 
 
-def test_help_of_a_command_is_its_own(fake_check):
-    result = CliRunner().invoke(cli.app, ["check", "--help"])
-    assert result.exit_code == 0
-    assert "steps" in result.output.lower() and "vllm-sparse-mla check" in result.output
-
-
-def test_command_that_does_not_import_leaves_the_others(fake_check):
-    result = CliRunner().invoke(cli.app, ["codegen"])
-    assert isinstance(result.exception, ModuleNotFoundError)
-    assert CliRunner().invoke(cli.app, ["check", "1"]).exit_code == 3
+def test_the_model_is_written_where_asked(tmp_path):
+    folder = tmp_path / "new/model"
+    result = CliRunner().invoke(app, ["tiny-model", "tiny", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
+    assert "MiB" in result.stdout

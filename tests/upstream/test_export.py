@@ -155,5 +155,5 @@ def test_another_version_is_named_in_a_warning(vllm_changes, copy_files, tmp_pat
 
 def test_tree_without_vllm_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["export-patch", "--upstream", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--upstream must hold vLLM 0.33.0's vllm/" in result.output

@@ -3,6 +3,7 @@
 """The command ``vllm-sparse-mla codegen``."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +29,9 @@ _HELP_CALLBACK = (
     "target can run."
 )
 
+# Stock FA4 takes only scalar callbacks there, and the overlay adds ours.
+_SM90_CALLBACKS = ("none", "word32_scalar", "dense", "offset")
+
 
 def command(
     arch: Annotated[list[str], typer.Option(help="Target; repeatable.")] = ("sm_100a",),
@@ -38,7 +42,7 @@ def command(
     alone: Annotated[
         bool, typer.Option("--alone", help="The callbacks alone, without FA4.")
     ] = False,
-    jobs: Annotated[int, typer.Option(help="Subprocesses at a time.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Subprocesses at a time.")] = 2,
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON Lines, a record a line.")
     ] = False,
@@ -82,18 +86,38 @@ def command(
 
 
 def _resolve(callback: str) -> str:
-    """Make the path of FILE.py:FUNCTION absolute: workers run elsewhere."""
+    """Make the path of FILE.py:FUNCTION absolute: workers run elsewhere.
+
+    Raises:
+        ValueError: if there is no such file, or the file does not have that name.
+    """
     file, colon, function = callback.rpartition(":")
-    return f"{Path(file).absolute()}:{function}" if colon else callback
+    if not colon:
+        return callback
+    path = Path(file).absolute()
+    if not path.is_file():
+        raise ValueError(f"--callback: there is no file {file}")
+    if not re.search(rf"\b{re.escape(function)}\b", path.read_text()) or not function:
+        raise ValueError(f"--callback: {file} has no function {function!r}")
+    return f"{path}:{function}"
 
 
 def _choose(
     target: str, names: tuple[str, ...] | None, every: bool, alone: bool
 ) -> list[Variant]:
-    """The variants to compile for one target."""
-    if names is None and target.startswith("sm_90"):
-        # Stock FA4 takes only scalar callbacks there.
-        names = ("none", "word32_scalar", "dense", "offset")
+    """The variants to compile for one target.
+
+    Raises:
+        ValueError: if the target's kernel cannot run one of ``names``.
+    """
+    if target.startswith("sm_90"):
+        names = names or _SM90_CALLBACKS
+        refused = set(names) & set(CALLBACKS) - set(_SM90_CALLBACKS)
+        if refused and not alone:
+            raise ValueError(
+                f"FA4 for {target} runs {', '.join(_SM90_CALLBACKS)} or "
+                f"FILE.py:FUNCTION, got {', '.join(sorted(refused))}"
+            )
     if alone:
         variants = [
             v for v in short_list(names) if (v.head_dim, v.causal) == (192, False)

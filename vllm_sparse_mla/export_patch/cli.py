@@ -7,23 +7,33 @@ from typing import Annotated
 
 import typer
 
-from vllm_sparse_mla.export_patch.changes import (
-    collect_fa4_changes,
-    collect_vllm_changes,
-    installed_vllm_root,
-)
-from vllm_sparse_mla.export_patch.diff import patch_text
-from vllm_sparse_mla.export_patch.suite import collect_suite, tests_root
+
+def _check_folder(output: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before the work, not after."""
+    if output is not None and not output.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {output.parent}")
+    return output
 
 
 def command(
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write; standard output if none."),
+        typer.Option(
+            "--output",
+            "-o",
+            dir_okay=False,
+            writable=True,
+            callback=_check_folder,
+            help="File to write; standard output if none.",
+        ),
     ] = None,
     upstream: Annotated[
         Path | None,
-        typer.Option(help="Folder that holds vllm/; the installed vLLM's if none."),
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder that holds vllm/; the installed vLLM's if none.",
+        ),
     ] = None,
     fa4: Annotated[
         bool,
@@ -37,6 +47,15 @@ def command(
     Each definition of the overlay stands in it where upstream's file has its namesake;
     new files and the tests are at upstream's paths.
     """
+    # Not at the top: what it takes to write patches is not needed to serve.
+    from vllm_sparse_mla.export_patch.changes import (
+        collect_fa4_changes,
+        collect_vllm_changes,
+        installed_vllm_root,
+    )
+    from vllm_sparse_mla.export_patch.diff import patch_text
+    from vllm_sparse_mla.export_patch.suite import collect_suite, tests_root
+
     tests = None if fa4 else tests_root()
     try:
         root = upstream if upstream is not None else installed_vllm_root()
@@ -44,9 +63,8 @@ def command(
         changes = (
             collect_fa4_changes(root) if fa4 else collect_vllm_changes(root, suite)
         )
-    except ValueError as error:
-        typer.echo(f"export-patch: {error}", err=True)
-        raise typer.Exit(1) from error
+    except (ValueError, OSError, SyntaxError) as error:
+        raise typer.BadParameter(str(error)) from error
     text = patch_text(changes)
     if output is None:
         typer.echo(text, nl=False)

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Write a DeepSeek-V3.2-style model with random weights, without a hub.
 
-    python3 -m vllm_sparse_mla.testing.tiny_model tiny-128h OUT_DIR
+    vllm-sparse-mla tiny-model tiny-128h OUT_DIR
 
 The folder holds ``config.json`` and one bfloat16 ``model.safetensors`` and is
 served with ``--skip-tokenizer-init`` and prompts given as token ids. Every
@@ -14,7 +14,6 @@ deviation near 3, a few keys carry most of the weight, and a key that attention
 loses is seen in the output instead of vanishing in an average.
 """
 
-import argparse
 import json
 import zlib
 from collections.abc import Iterator
@@ -203,21 +202,3 @@ def write_model(folder: str | Path, name: str, *, seed: int = 0) -> Path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(make_config(spec), indent=2) + "\n")
     return folder
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line: the model's name and the folder to write."""
-    parser = argparse.ArgumentParser(
-        description="Write a DeepSeek-V3.2-style model with random weights."
-    )
-    parser.add_argument("name", choices=sorted(SPECS))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    folder = write_model(args.folder, args.name, seed=args.seed)
-    size = (folder / "model.safetensors").stat().st_size
-    print(f"{folder}: {args.name}, {size / 2**20:.0f} MiB")
-
-
-if __name__ == "__main__":
-    main()
