@@ -194,6 +194,9 @@ class Inputs:
 
     def _mask(self, start: int, device) -> torch.Tensor:
         """Storage of the mask, `start` unset keys in front of the case's."""
+        from vllm.model_executor.kernels.attention.dsa.topk_mask import (
+            build_packed_topk_mask,
+        )
         from vllm.model_executor.layers.attention import sparse_mla_attention as layer
 
         case, reserve = self.case, self.case.offset and start > 0
@@ -217,7 +220,7 @@ class Inputs:
         rows = torch.cat([topk_rows(counts, case.mask) for counts in visible])
         rows = torch.where(rows < 0, rows, rows + start)
         starts = torch.full((case.requests,), start, dtype=torch.int32, device=device)
-        layer._build_packed_topk_mask(
+        build_packed_topk_mask(
             rows, self.cu_q, longest, keys, mask, key_starts=starts if reserve else None
         )
         return mask
