@@ -68,7 +68,7 @@ def test_says_that_it_needs_a_gpu(run, script):
         ("benchmark_sparse_mla_mask", "3x256x2048/8/ones"),
         ("benchmark_sparse_mla_mask", "1x4096x2048/8/ones"),
         ("benchmark_sparse_mla_mask", "1x256x2048/8/ones/sideways"),
-        ("benchmark_masked_prefill", "0+512"),
+        ("benchmark_masked_prefill", "q0s512"),
         ("benchmark_masked_prefill", "4096"),
     ],
 )
