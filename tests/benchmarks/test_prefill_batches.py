@@ -5,8 +5,6 @@
 import pytest
 from prefill_batches import fit_cases, mix_cases, parse_batch
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("text", "requests"),

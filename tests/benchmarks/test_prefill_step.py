@@ -15,10 +15,9 @@ from vllm.platforms.interface import DeviceCapability
 from vllm_sparse_mla.testing import reference
 from vllm_sparse_mla.testing.stand_ins import noted_attention
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the benchmark"),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the GPU runs the benchmark"
+)
 
 
 def attend_over_rows(q, k, v, q_v, seqused_k, block_table, softmax_scale, **kwargs):
@@ -103,7 +102,6 @@ def test_quantized_caches_hold_the_latents_exactly():
     assert torch.equal(latents.to(torch.float8_e4m3fn).to(latents.dtype), latents)
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("topk", [2048, 512])
 @pytest.mark.parametrize("text", ["q1", "q3000", "q70s2170,q600s700", "2q100s2100"])
 def test_operations_are_counted(text, topk):

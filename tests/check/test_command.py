@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.interpreter
-
 ARGUMENTS = ("check", "--budget", "128", "--topk", "32", "--skip-codegen")
 PROMPTS = ("--prompts", "150,90,170")
 

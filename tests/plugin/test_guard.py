@@ -13,8 +13,6 @@ from vllm_sparse_mla import early_log, envs, guard, overlay
 from vllm_sparse_mla.guard import OverlaidFile
 from vllm_sparse_mla.plugin import register
 
-pytestmark = pytest.mark.cpu
-
 CONTENT = b"x = 1\n"
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 REPLACED = OverlaidFile("toy.layers.leaf", SHA256)

@@ -13,8 +13,6 @@ from vllm_sparse_mla import guard
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize("folder", ["vllm", "tests", "benchmarks"])
 def test_no_package_marker(folder):

@@ -35,7 +35,7 @@ def build_with_cutedsl(*args):
 
 
 BUILDERS = [
-    pytest.param(build_with_triton, id="triton", marks=pytest.mark.interpreter),
+    pytest.param(build_with_triton, id="triton"),
     pytest.param(build_with_cutedsl, id="cutedsl", marks=pytest.mark.gpu),
 ]
 
