@@ -22,6 +22,9 @@ except ImportError:  # stock: every test here fails, as marked
 pytestmark = pytest.mark.stock_fails("stock has no opt-in for SM90")
 
 SWITCH = "VLLM_SPARSE_MLA_SM90"
+FA4_MASK_MODULE = "vllm.vllm_flash_attn.cute.mask"
+PACKED = SimpleNamespace(packed_mask_front=None)
+UNPACKED = SimpleNamespace()
 DEEPSEEK_DIMS = (128, 512, 128, 64, 128)
 GLM_DIMS = (64, 512, 192, 64, 256)
 
@@ -33,18 +36,21 @@ SM100_TABLE = {
         "FLASHINFER_MLA_SPARSE": {8: (((2048, 512),), None)},
     },
     (256, 256): {"FLASHMLA_SPARSE": {1: (((8192, 0),), ())}},
+    (320, 128): {"FLASHMLA_SPARSE": {1: (((1024, 0),), ())}},
 }
 
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """Return a function that fakes the compute capability family and the switch."""
+    """Return a function that fakes the device's family, the switch and FA4's branch."""
     monkeypatch.setattr(
         mla_attention, "_MASKED_MHA_THRESHOLDS", copy.deepcopy(SM100_TABLE)
     )
     monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", int)
 
-    def fake(family: int, switch: str | None) -> None:
+    def fake(family: int, switch: str | None, fa4_mask=PACKED) -> None:
+        sparse_mla_sm90._opted_in.cache_clear()
+        monkeypatch.setitem(sys.modules, FA4_MASK_MODULE, fa4_mask)
         platform = SimpleNamespace(is_device_capability_family=lambda f: f == family)
         for module in (sparse_mla_sm90, sparse_mla_attention):
             monkeypatch.setattr(module, "current_platform", platform)
@@ -60,13 +66,15 @@ def on_device(monkeypatch):
         else:
             monkeypatch.setenv(SWITCH, switch)
 
-    return fake
+    yield fake
+    sparse_mla_sm90._opted_in.cache_clear()
 
 
 @pytest.mark.parametrize(
     "family, switch, enabled",
     [
         pytest.param(90, "1", True, id="opted-in"),
+        pytest.param(90, "true", True, id="true"),
         pytest.param(90, None, False, id="unset"),
         pytest.param(90, "0", False, id="off"),
         pytest.param(90, "", False, id="empty"),
@@ -87,32 +95,38 @@ def test_only_the_switch_on_sm90_changes_anything(on_device, family, switch, ena
     assert available is (enabled or family == 100)
 
 
+@pytest.mark.parametrize("fa4_mask", [UNPACKED, None], ids=["stock", "none"])
+def test_without_the_packed_branch_the_switch_warns_and_does_nothing(
+    on_device, monkeypatch, fa4_mask
+):
+    """So it is where the switch was set after the plugin ran, or FA4 not patched."""
+    on_device(90, "1", fa4_mask)
+    warned = []
+    monkeypatch.setattr(
+        sparse_mla_sm90.logger, "warning", lambda msg, *args: warned.append(msg % args)
+    )
+    sparse_mla_sm90.install_sm90_thresholds()
+    assert not sparse_mla_sm90.sm90_masked_mha_enabled()
+    assert not sparse_mla_attention._is_masked_mha_available(*DEEPSEEK_DIMS, "auto")
+    assert mla_attention._MASKED_MHA_THRESHOLDS == SM100_TABLE
+    (line,) = warned
+    assert "masked MHA stays off" in line
+
+
+@pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1")])
+def test_the_switch_is_read_once(on_device, monkeypatch, first, then):
+    on_device(90, first)
+    assert sparse_mla_sm90.sm90_masked_mha_enabled() is (first == "1")
+    monkeypatch.setenv(SWITCH, then)
+    assert sparse_mla_sm90.sm90_masked_mha_enabled() is (first == "1")
+
+
 def test_the_opt_in_keeps_upstreams_other_conditions(on_device):
     on_device(90, "1")
     available = sparse_mla_attention._is_masked_mha_available
     assert available(*GLM_DIMS, "bfloat16")
     assert not available(*GLM_DIMS, "fp8_ds_mla")
     assert not available(16, *DEEPSEEK_DIMS[1:], "auto")
-
-
-@pytest.mark.parametrize("offset", [False, True], ids=["dense", "offset"])
-@pytest.mark.parametrize(
-    ("family", "switch", "has_front"),
-    [(90, "1", True), (90, None, False), (100, "1", False)],
-    ids=["opted-in", "unset", "sm100"],
-)
-def test_fa4_takes_the_front_of_a_callback_on_sm90_alone(
-    on_device, monkeypatch, family, switch, has_front, offset
-):
-    from vllm.model_executor.layers.attention import sparse_mla_mask
-
-    on_device(family, switch)
-    module = SimpleNamespace(packed_mask_front=lambda mask_mod: ("front", mask_mod))
-    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.cute.mask", module)
-    name = "offset_dense_mask_mod" if offset else "dense_mask_mod"
-    plain = getattr(sparse_mla_mask, name)
-    expected = ("front", plain) if has_front else plain
-    assert sparse_mla_mask.mask_mod_for(offset) == expected
 
 
 def test_no_row_measured_on_sm100_is_left(on_device):

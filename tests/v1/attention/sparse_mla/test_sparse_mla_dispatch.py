@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vllm.envs as envs
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import fa_utils
 from vllm_sparse_mla.testing.world import Dims
 
 NO_OPT_IN = "stock has no opt-in for SM90"
-SWITCH = "VLLM_SPARSE_MLA_SM90"
 MODULES = "vllm.model_executor.layers.attention."
 
 DEEPSEEK = (128, 512, 128, 64, 128)
@@ -64,7 +62,9 @@ def on(monkeypatch):
         platform = Platform(name=name, capability=SM[name])
         modules = [sparse_mla_attention, fa_utils]
         if hasattr(sparse_mla_attention, "sm90_masked_mha_enabled"):
-            modules.append(importlib.import_module(MODULES + "sparse_mla_sm90"))
+            opt_in_module = importlib.import_module(MODULES + "sparse_mla_sm90")
+            modules.append(opt_in_module)
+            monkeypatch.setattr(opt_in_module, "_opted_in", lambda: opt_in)
             monkeypatch.setattr(
                 sparse_mla_attention, "is_fa_version_supported", lambda v: fa4
             )
@@ -76,7 +76,6 @@ def on(monkeypatch):
         monkeypatch.setattr(
             sparse_mla_attention, "get_flash_attn_version", lambda **kwargs: version
         )
-        monkeypatch.setitem(envs.environment_variables, SWITCH, lambda: opt_in)
 
     return put
 

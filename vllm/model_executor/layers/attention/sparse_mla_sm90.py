@@ -6,6 +6,8 @@ Dispatch is SM100-only unless the operator sets ``VLLM_SPARSE_MLA_SM90=1``. Then
 MHA is also taken on SM90, for the prefill lengths of the table below.
 """
 
+import functools
+
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -61,11 +63,27 @@ SM90_MASKED_MHA_THRESHOLDS: dict[
 }
 
 
+@functools.cache
+def _opted_in() -> bool:
+    """Whether the operator asked for it and FA4 can do it; asked once a process."""
+    if not getattr(envs, "VLLM_SPARSE_MLA_SM90", False):
+        return False
+    try:
+        from vllm.vllm_flash_attn.cute.mask import packed_mask_front  # noqa: F401
+    except ImportError as error:
+        logger.warning(
+            "VLLM_SPARSE_MLA_SM90 is set, but FA4 takes no packed masks on SM90 in "
+            "this process: masked MHA stays off. The variable has to be set before "
+            "vLLM starts. (%s)",
+            error,
+        )
+        return False
+    return True
+
+
 def sm90_masked_mha_enabled() -> bool:
-    """Whether the operator asked for masked MHA on SM90, and this is SM90."""
-    return bool(
-        getattr(envs, "VLLM_SPARSE_MLA_SM90", False)
-    ) and current_platform.is_device_capability_family(90)
+    """Whether this is SM90, the operator asked for masked MHA, and FA4 can do it."""
+    return current_platform.is_device_capability_family(90) and _opted_in()
 
 
 def install_sm90_thresholds() -> None:
