@@ -3,40 +3,44 @@
 """The project's environment variables, in the form in which vLLM keeps its own."""
 
 import os
-from collections.abc import Callable
-from typing import Any
+
+STRICT = "VLLM_SPARSE_MLA_STRICT"
+SM90 = "VLLM_SPARSE_MLA_SM90"
 
 
 def _switch(name: str) -> bool:
-    """Reads a variable that is 1 for on, and 0, empty or unset for off.
-
-    Raises:
-        ValueError: if the value is neither on nor off.
-    """
-    value = os.environ.get(name, "")
-    if value not in ("1", "0", ""):
-        raise ValueError(f"{name} must be 1, 0 or empty, got {value!r}")
-    return value == "1"
+    """Reads a variable as vLLM reads its own: 1 and true are on."""
+    return os.environ.get(name, "0").strip().lower() in ("true", "1")
 
 
 def strict() -> bool:
-    """Whether a vLLM that the patch set is not made for is an error."""
-    return _switch("VLLM_SPARSE_MLA_STRICT")
+    """Whether it is an error that the overlay cannot be put in force."""
+    return _switch(STRICT)
 
 
 def sm90() -> bool:
     """Whether the operator asked for masked MHA on Hopper."""
-    return _switch("VLLM_SPARSE_MLA_SM90")
+    return _switch(SM90)
 
 
-ENVIRONMENT_VARIABLES: dict[str, Callable[[], Any]] = {
-    "VLLM_SPARSE_MLA_STRICT": strict,
-    "VLLM_SPARSE_MLA_SM90": sm90,
-}
+def check() -> None:
+    """Refuses values that mean nothing.
+
+    Raises:
+        ValueError: if a variable is neither on nor off.
+    """
+    for name in (STRICT, SM90):
+        value = os.environ.get(name, "")
+        if value.strip().lower() not in ("true", "1", "false", "0", ""):
+            raise ValueError(
+                f"{name} must be 1, true, 0, false or empty, got {value!r}"
+            )
 
 
 def register_with_vllm() -> None:
     """Makes the names known to vLLM, which warns of VLLM_* names that it lacks."""
     import vllm.envs
 
-    vllm.envs.environment_variables.update(ENVIRONMENT_VARIABLES)
+    # vLLM keys its torch.compile cache by the values of all that it knows. Strictness
+    # changes nothing that is compiled, so vLLM gets its name alone.
+    vllm.envs.environment_variables.update({STRICT: lambda: None, SM90: sm90})

@@ -23,7 +23,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from vllm_sparse_mla.guard import OverlaidFile
 
@@ -168,10 +168,21 @@ class OverlayFinder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """See ``importlib.abc.MetaPathFinder``; None for modules not overlaid."""
+        """See ``importlib.abc.MetaPathFinder``; None for modules not overlaid.
+
+        Raises:
+            ImportError: if the module is to be reloaded (then ``target`` is given).
+        """
         loader = self._loaders.get(fullname)
         if loader is None:
             return None
+        if target is not None:
+            # A class would derive from itself, and the other module keep the old names.
+            raise ImportError(
+                f"{fullname} is overlaid by vllm-sparse-mla and cannot be reloaded: "
+                "start a new process",
+                name=fullname,
+            )
         self._on_load()
         return spec_from_file_location(fullname, loader.path, loader=loader)
 
@@ -181,6 +192,42 @@ def active_finder() -> OverlayFinder | None:
     for finder in sys.meta_path:
         if isinstance(finder, OverlayFinder):
             return finder
+    return None
+
+
+def _globals_refer_to(module: ModuleType) -> set[str]:
+    """Modules that a module has imported, or imported a class or function from."""
+    names = set()
+    for value in list(vars(module).values()):
+        # Not isinstance, which runs code of an object that claims another class.
+        if issubclass(type(value), ModuleType):
+            names.add(value.__name__)
+        elif issubclass(type(value), type | FunctionType):
+            names.add(value.__module__)
+    # A package has its modules as attributes, whoever imported them.
+    return {name for name in names if not f"{name}.".startswith(f"{module.__name__}.")}
+
+
+def _importer_outside(name: str) -> str | None:
+    """Module outside ``name``'s package that imported ``name``, if it shows.
+
+    The fewest steps decide; modules of the package may lie between. An import inside a
+    function leaves no trace.
+    """
+    package = name.partition(".")[0]
+    uses = {
+        user: _globals_refer_to(module)
+        for user, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+    }
+    seen, reached = set(), {name}
+    while reached:
+        seen |= reached
+        users = {user for user, used in uses.items() if used & reached} - seen
+        for user in sorted(users):
+            if user.partition(".")[0] != package:
+                return user
+        reached = users
     return None
 
 
@@ -202,9 +249,11 @@ def install(
     for file in files:
         module = sys.modules.get(file.module)
         if module is not None:
+            importer = _importer_outside(file.module) or "unknown"
             raise RuntimeError(
-                f"{file.module} is already imported from {module.__file__}, so "
-                "vllm-sparse-mla can no longer replace it; nothing was replaced. "
-                "vllm_sparse_mla.plugin.register() has to run before that import."
+                f"{file.module} is already imported from {module.__file__} (importer: "
+                f"{importer}), too early to be replaced. Plugins are called in the "
+                "order in which vLLM finds them; an import that waits until it is "
+                "needed, or until after vllm_sparse_mla.plugin.register(), helps"
             )
     sys.meta_path.insert(0, finder)

@@ -16,6 +16,7 @@ from thresholds import (
     to_source,
 )
 
+pytestmark = pytest.mark.cpu
 DIMS = (192, 128)
 BACKEND = "FLASHMLA_SPARSE"
 

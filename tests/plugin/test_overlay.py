@@ -11,6 +11,8 @@ import pytest
 from vllm_sparse_mla import overlay
 from vllm_sparse_mla.guard import OverlaidFile
 
+pytestmark = pytest.mark.cpu
+
 UPSTREAM = """
 import math as helper
 LIMIT = 1
@@ -122,6 +124,44 @@ def test_module_already_imported(toy, name):
     with pytest.raises(RuntimeError, match=f"{name} is already imported from .*site"):
         _install(tree)
     assert sys.meta_path == finders
+
+
+IMPORTERS = {
+    "module": ("import toy.layers.leaf as leaf", "importer"),
+    "function": ("from toy.layers.leaf import width", "importer"),
+    "class-through-another-module": ("from toy.user import User", "importer"),
+    "package-alone": ("import toy", "unknown"),
+    "inside-a-function": ("def f(): import toy.layers.leaf\nf()", "unknown"),
+}
+
+
+@pytest.mark.parametrize(("source", "named"), IMPORTERS.values(), ids=IMPORTERS)
+def test_the_importer_is_named_if_it_shows(toy, monkeypatch, tmp_path, source, named):
+    tree = toy()
+    (tree[2] / "user.py").write_text(
+        "from toy.layers.leaf import Base\nclass User(Base): pass\n"
+    )
+    (tmp_path / "site/importer.py").write_text(source)
+    monkeypatch.delitem(sys.modules, "importer", raising=False)
+    importlib.import_module("importer")
+    importlib.import_module("toy.layers.leaf")
+    try:
+        with pytest.raises(RuntimeError, match=rf"\(importer: {named}\)"):
+            _install(tree)
+    finally:
+        del sys.modules["importer"]
+
+
+@pytest.mark.parametrize("name", ["leaf", "added", "_upstream_leaf"])
+def test_a_reload_is_refused(toy, name):
+    _install(toy())
+    leaf = importlib.import_module("toy.layers.leaf")
+    module = importlib.import_module(f"toy.layers.{name}")
+    before = dict(vars(module))
+    with pytest.raises(ImportError, match=f"{name} .* cannot be reloaded: start a new"):
+        importlib.reload(module)
+    assert vars(module) == before
+    assert leaf.Derived.__mro__[1:] == (leaf.Base, object)
 
 
 def test_missing_overlay_file(toy):

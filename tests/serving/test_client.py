@@ -26,6 +26,8 @@ from vllm.entrypoints.openai.completion.protocol import (
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 from vllm.logprobs import Logprob
 
+pytestmark = pytest.mark.cpu
+
 PROMPT = [5, 6, 7]
 METRICS = """\
 # TYPE vllm:num_requests_running gauge
