@@ -259,28 +259,3 @@ def test_merge_of_empty_parts():
     )
     assert out[:, 0, 0].tolist() == [0.0, 3.0, 0.0, 5.0]
     assert lse.tolist() == [[-inf, 0.0, -inf, 0.0]]
-
-
-def test_gather_walks_the_block_table_from_each_start():
-    block_size, entry = 4, 3
-    cache = torch.arange(6 * block_size * entry).float().view(6, block_size, entry)
-    table = torch.tensor([[5, 1, 3], [2, 0, 4]]).int()
-    lens, starts = [6, 3], torch.tensor([3, 5]).int()
-    dst = torch.full((10, entry), -1.0)
-    reference.gather_and_maybe_dequant_cache(
-        cache,
-        dst,
-        table,
-        _cu(lens),
-        torch.tensor([0] * 6 + [1] * 3).int(),
-        9,
-        "auto",
-        torch.ones(1),
-        starts,
-    )
-    expected = [
-        cache[table[b, p // block_size], p % block_size]
-        for b, p in [(0, p) for p in range(3, 9)] + [(1, p) for p in range(5, 8)]
-    ]
-    assert torch.equal(dst[:9], torch.stack(expected))
-    assert (dst[9] == -1).all()

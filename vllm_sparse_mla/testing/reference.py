@@ -4,9 +4,9 @@
 
 Two independent oracles: `masked_attention_varlen` reads the bit-packed top-k
 mask and attends to all keys; `gathered_topk_attention` gathers the keys that a
-top-k row names and never sees a mask. `flash_attn_varlen_func`,
-`gather_and_maybe_dequant_cache` and `merge_attn_states` stand in for the three
-CUDA calls of masked-MHA prefill where there is no GPU.
+top-k row names and never sees a mask. `flash_attn_varlen_func` and
+`merge_attn_states` stand in for two of the three CUDA calls of masked-MHA prefill
+where there is no GPU; the third is in `kv_cache`.
 
 Nothing here imports vLLM. Lengths and starts are counted in tokens, LSE is the
 natural logarithm, and a row without any key has output 0 and LSE -inf.
@@ -396,46 +396,6 @@ def flash_attn_varlen_func(
     )
     result = result.to(q.dtype) if out is None else out.copy_(result)
     return (result, lse) if return_softmax_lse else result
-
-
-def gather_and_maybe_dequant_cache(
-    src_cache: torch.Tensor,
-    dst: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    token_to_seq: torch.Tensor,
-    num_tokens: int,
-    kv_cache_dtype: str,
-    scale: torch.Tensor,
-    seq_starts: torch.Tensor | None = None,
-) -> None:
-    """Stand in for vLLM's gather of latent rows from the paged cache.
-
-    Args:
-        src_cache: `[num_blocks, block_size, entry]`.
-        dst: `[>= num_tokens, entry]`, written up to `num_tokens` rows.
-        block_table: int32 `[B, blocks]`.
-        cu_seq_lens: int32 `[B + 1]`, first row in `dst` of each request.
-        token_to_seq: int32 `[num_tokens]`, the request of each row.
-        num_tokens: rows to gather.
-        kv_cache_dtype: "auto" or the cache's own dtype.
-        scale: unused for an unquantized cache.
-        seq_starts: int32 `[B]`, position of each request's first row.
-
-    Raises:
-        ValueError: a quantized cache.
-    """
-    if kv_cache_dtype != "auto" and not kv_cache_dtype.endswith("float16"):
-        raise ValueError(
-            f"kv_cache_dtype must be unquantized for masked MHA, got {kv_cache_dtype}"
-        )
-    request = token_to_seq[:num_tokens].long()
-    position = torch.arange(num_tokens, device=dst.device) - cu_seq_lens[request]
-    if seq_starts is not None:
-        position = position + seq_starts[request]
-    block_size = src_cache.shape[1]
-    block = block_table[request, position // block_size].long()
-    dst[:num_tokens] = src_cache[block, position % block_size].to(dst.dtype)
 
 
 def merge_attn_states(
