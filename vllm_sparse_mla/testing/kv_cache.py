@@ -214,3 +214,6 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     tiles = codes.view(torch.float8_e4m3fn).float().unflatten(-1, _DS_MLA_TILES)
     nope = (tiles * scales.view(torch.float32).unsqueeze(-1)).flatten(-2)
     dst.copy_(torch.cat((nope.to(dst.dtype), rope.view(torch.bfloat16)), dim=-1))
+
+
+GATHERS = (gather_and_maybe_dequant_cache, cp_gather_and_upconvert_fp8_kv_cache)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from vllm_sparse_mla.testing import reference
+from vllm_sparse_mla.testing import kv_cache, reference
 
 _ATTENTION = "vllm.model_executor.layers.attention"
 _MERGE_USERS = (f"{_ATTENTION}.mla_attention", f"{_ATTENTION}.sparse_mla_attention")
@@ -38,7 +38,7 @@ def noted_attention(
     Args:
         calls: gets a note of each attention call.
         attend: takes FA4's keyword arguments in its place; None is the real FA4.
-        cache_ops: the paged-cache gather and the LSE merge run on vLLM's CUDA
+        cache_ops: the paged-cache gathers and the LSE merge run on vLLM's CUDA
             kernels, else on the reference.
     """
     package = importlib.import_module("vllm.vllm_flash_attn")
@@ -67,8 +67,8 @@ def noted_attention(
 
         replace("vllm.vllm_flash_attn", "flash_attn_varlen_func", noted)
         if not cache_ops:
-            gather = reference.gather_and_maybe_dequant_cache
-            replace("vllm._custom_ops", gather.__name__, gather)
+            for gather in kv_cache.GATHERS:
+                replace("vllm._custom_ops", gather.__name__, gather)
             for user in _MERGE_USERS:
                 replace(user, "merge_attn_states", reference.merge_attn_states)
         yield

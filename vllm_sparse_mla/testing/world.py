@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from vllm_sparse_mla.testing import reference
+from vllm_sparse_mla.testing import kv_cache, reference
 from vllm_sparse_mla.testing.host_callbacks import attend_on_host
 from vllm_sparse_mla.testing.stand_ins import MaskedCall, noted_attention
 
@@ -30,6 +30,7 @@ class Dims:
     qk_rope_head_dim: int = 16
     v_head_dim: int = 24
     index_topk: int = 24
+    kv_cache_dtype: str = "auto"
 
     @property
     def qk_head_dim(self) -> int:
@@ -48,7 +49,7 @@ class Dims:
             num_kv_heads=1,
             alibi_slopes=None,
             sliding_window=None,
-            kv_cache_dtype="auto",
+            kv_cache_dtype=self.kv_cache_dtype,
             logits_soft_cap=None,
             attn_type="decoder",
             kv_sharing_target_layer_name=None,
@@ -106,12 +107,23 @@ class Step:
         assert (torch.cat(zones) == CANARY).all(), "written beside the mask workspace"
 
 
+class Projection:
+    """A linear layer as vLLM's: it returns the product, and no bias."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight), None
+
+
 class World:
     """Prompts with all that attention reads of them, and one layer.
 
-    Without a GPU, the reference stands in for FA4, the paged gather and the LSE merge;
+    Without a GPU, the reference stands in for FA4, the paged gathers and the LSE merge;
     the packed callbacks themselves run, on the host. `calls` notes what the layer asks
-    of FA4.
+    of FA4. `rows` are the prompts' tokens as the cache holds them, written by vLLM
+    where there is a GPU.
     """
 
     def __init__(
@@ -122,6 +134,7 @@ class World:
         block_size: int = 16,
         seed: int = 0,
         max_tokens: int = 4096,
+        k_scale: float = 1.0,
     ) -> None:
         self.device, self.block_size = device, block_size
         self.calls: list[MaskedCall] = []
@@ -139,13 +152,14 @@ class World:
             len(prompt_lens) * width, generator=self.generator, device=device
         )
         self.block_table = order.int().view(len(prompt_lens), width)
-        self.cache = self.latents[0].new_empty(
-            len(prompt_lens) * width, block_size, d.latent_dim
+        self.k_scale = torch.full((1,), k_scale, device=device)
+        self.rows = [self.encode(latents) for latents in self.latents]
+        self.cache = self.rows[0].new_empty(
+            len(prompt_lens) * width, block_size, self.rows[0].shape[1]
         )
         self.topk_buffer = torch.zeros(
             max_tokens, d.index_topk, dtype=torch.int32, device=device
         )
-        self.k_scale = torch.ones(1, device=device)
         self.impl = self.make_impl(topk_indices_buffer=self.topk_buffer)
 
     def draw_topk(self) -> None:
@@ -177,7 +191,7 @@ class World:
                     stack.enter_context(mock.patch.dict(names, one_rank))
             impl = cls(
                 **self.dims.layer_arguments(),
-                kv_b_proj=lambda x: (torch.nn.functional.linear(x, self.weight), None),
+                kv_b_proj=Projection(self.weight),
                 **kwargs,
             )
         impl.masked_mha_available = True
@@ -236,7 +250,7 @@ class World:
         context = build_mla_chunked_context_metadata(
             context_lens_cpu=torch.tensor(starts, dtype=torch.int32),
             prefill_query_start_loc_cpu=ends,
-            chunked_prefill_workspace=self.cache.new_full(
+            chunked_prefill_workspace=self.weight.new_full(
                 (chunk_rows, self.dims.latent_dim), math.nan
             ),
             chunked_prefill_workspace_size=chunk_rows,
@@ -287,16 +301,36 @@ class World:
             guarded_mask,
         )
 
+    def encode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Rows of the cache for `latents`: `[tokens, entry]`."""
+        dtype = self.dims.kv_cache_dtype
+        size = kv_cache.row_bytes(dtype, self.dims.latent_dim)
+        if size is None or self.device.type != "cuda":
+            return kv_cache.write_latents(latents, dtype, self.k_scale)
+        from vllm import _custom_ops
+
+        rows = latents.new_empty((1, len(latents), size), dtype=torch.uint8)
+        rank = self.dims.kv_lora_rank
+        slots = torch.arange(len(latents), device=self.device)
+        _custom_ops.concat_and_cache_mla(
+            latents[:, :rank], latents[:, rank:], rows, slots, dtype, self.k_scale
+        )
+        return rows[0]
+
+    def decode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Float64 latents of cache rows, by the definition of their format."""
+        return kv_cache.read_latents(rows, self.dims.kv_cache_dtype, self.k_scale)
+
     def write_cache(self, step: Step, with_new_tokens: bool = False) -> None:
-        """Store the contexts, NaN wherever there is none."""
-        self.cache.fill_(math.nan)
+        """Store the contexts, NaN of every format wherever there is none."""
+        self.cache.view(torch.uint8).fill_(0xFF)
         rows = self.cache.flatten(0, 1)
         for prompt, start, stop in step.spans:
             tokens = torch.arange(stop if with_new_tokens else start)
             tokens = tokens.to(self.device)
             block = self.block_table[prompt][tokens // self.block_size].long()
             slots = block * self.block_size + tokens % self.block_size
-            rows[slots] = self.latents[prompt][: len(tokens)]
+            rows[slots] = self.rows[prompt][: len(tokens)]
 
     def run(self, step: Step, impl: Any = None, write_topk: bool = True):
         """One layer step into an output full of NaN.
@@ -321,7 +355,10 @@ class World:
 
     def forward(self, step: Step, impl: Any, output: torch.Tensor) -> None:
         """The layer's call and nothing else."""
-        rank = self.dims.kv_lora_rank
+        rank, cache = self.dims.kv_lora_rank, self.cache
+        if self.dims.kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+            # As vLLM hands it to the layer, whichever of the formats it holds.
+            cache = cache.view(torch.float8_e4m3fn)
         on_gpu = self.device.type == "cuda"
         attend = None if on_gpu else attend_on_host
         with noted_attention(self.calls, attend, cache_ops=on_gpu):
@@ -329,7 +366,7 @@ class World:
                 step.q,
                 step.latents[:, :rank],
                 step.latents[:, rank:].unsqueeze(1),
-                self.cache,
+                cache,
                 step.metadata,
                 self.k_scale,
                 output,
@@ -345,33 +382,52 @@ class World:
         k_pe = latents[:, None, d.kv_lora_rank :].expand(-1, d.num_heads, -1)
         return torch.cat((k_nope, k_pe), dim=-1), v
 
-    def expected(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The float64 oracle's output, and each row's error budget.
+    def attended(self, step: Step) -> torch.Tensor:
+        """Float64 latents of the step's sequences, one after another.
+
+        Contexts are what the cache holds. New tokens are as they come, also where the
+        cache will hold them quantized: so attends vLLM's dense MHA too.
+        """
+        return torch.cat(
+            [
+                part
+                for p, start, stop in step.spans
+                for part in (
+                    self.decode(self.rows[p][:start]),
+                    self.latents[p][start:stop].double(),
+                )
+            ]
+        )
+
+    def oracle(self, step: Step, latents: torch.Tensor) -> torch.Tensor:
+        """Attention over `latents` of the step's sequences, in their precision.
 
         Raises:
             ValueError: A row names a key of its sequence after its query. No indexer
                 does, and whether FA4 attends to it depends on the architecture.
         """
-        prompts, starts, stops = zip(*step.spans)
+        _, starts, stops = zip(*step.spans)
         lens = [stop - start for start, stop in zip(starts, stops)]
         for rows, start, stop in zip(step.topk.split(lens), starts, stops):
             queries = torch.arange(start, stop, device=self.device)[:, None]
             if ((rows > queries) & (rows < stop)).any():
                 raise ValueError("topk rows must not name keys after their query")
-        latents = torch.cat([self.latents[p][:n] for p, n in zip(prompts, stops)])
-        exact, eager = (
-            reference.gathered_topk_attention(
-                step.q,
-                *self.project(latents.to(dtype)),
-                step.metadata.prefill.query_start_loc,
-                torch.tensor([0, *itertools.accumulate(stops)]),
-                step.topk,
-                softmax_scale=self.impl.scale,
-                query_offsets=torch.tensor(starts),
-                dtype=dtype,
-            )[0]
-            for dtype in (torch.float64, torch.bfloat16)
-        )
+        return reference.gathered_topk_attention(
+            step.q,
+            *self.project(latents),
+            step.metadata.prefill.query_start_loc,
+            torch.tensor([0, *itertools.accumulate(stops)]),
+            step.topk,
+            softmax_scale=self.impl.scale,
+            query_offsets=torch.tensor(starts),
+            dtype=latents.dtype,
+        )[0]
+
+    def expected(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """The float64 oracle's output, and each row's error budget."""
+        latents = self.attended(step)
+        exact = self.oracle(step, latents)
+        eager = self.oracle(step, latents.to(torch.bfloat16))
         return exact, reference.attention_error_budget(exact, eager)
 
     def assert_right(self, step: Step, output: torch.Tensor) -> None:
