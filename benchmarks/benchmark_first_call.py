@@ -76,7 +76,7 @@ def counted_compilations() -> Iterator[Callable[[], int]]:
 
 def make_builders() -> dict[str, Callable]:
     """By variant, a function of top-k rows, cumulative lengths, length and mask."""
-    from vllm.model_executor.layers.attention import sparse_mla_attention as ours
+    from vllm.model_executor.kernels.attention.dsa import topk_mask as ours
 
     stock = load_stock_module(MODULE)
 
@@ -84,12 +84,12 @@ def make_builders() -> dict[str, Callable]:
         stock._build_topk_mask([topk], [length], length, length, out)
 
     def build_triton(topk, cu_q_lens, length, out):
-        ours._build_topk_mask_triton(
+        ours.build_topk_mask_triton(
             topk, cu_q_lens, length, length, out, None, None, None
         )
 
     def build_cutedsl(topk, cu_q_lens, length, out):
-        ours._build_packed_topk_mask(topk, cu_q_lens, length, length, out)
+        ours.build_packed_topk_mask(topk, cu_q_lens, length, length, out)
 
     return {"stock": build_stock, "triton": build_triton, "cutedsl": build_cutedsl}
 

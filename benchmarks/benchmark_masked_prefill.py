@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Up to which prompt length is masked MHA faster than sparse MQA, in a whole layer?
+"""For which prefills is masked MHA faster than sparse MQA, in a whole layer?
 
     python3 benchmarks/benchmark_masked_prefill.py --csv prefill.csv --plot prefill.png
+    python3 benchmarks/benchmark_masked_prefill.py --preset mixes --csv mixes.csv
     python3 benchmarks/benchmark_masked_prefill.py --from-csv prefill.csv
 
-One request's prefill attention in one layer, by vLLM's own classes, from queries,
-latents, paged cache and top-k rows to the output of all heads (BF16); prefill_step.py
-says what each way does. A shape is ``QUERIES+CONTEXT`` in tokens; ``--ranks`` are
-tensor-parallel sizes, of which one rank's heads are run. On SM100 stock's masked MHA
-is timed in the same run; SM90 has none, and needs this project's opt-in, which is set
-here. The outputs of all ways must agree within 3 % before anything is timed.
+The prefill attention of a step in one layer, by vLLM's own classes, from queries,
+latents, paged cache and top-k rows to the output of all heads; prefill_step.py says
+what each way does, prefill_batches.py how ``--shapes`` names the requests of a step.
+``--heads`` are those of one tensor-parallel rank. On SM100 stock's masked MHA is timed
+in the same run; SM90 has none, and needs this project's opt-in, which is set here. The
+outputs of all ways must agree within 3 % before anything is timed. A step whose masks
+do not fit vLLM's workspace has no masked MHA.
 
-Last come the length at which both take the same time, and the prefill thresholds for
-Hopper: where sparse MQA takes at least 1.05 times as long. ``--from-csv`` prints both
-again from results, with no GPU.
+``--preset fit`` measures what the coefficients of the estimate are fitted to,
+``--preset mixes`` batches that people serve. For the default shapes the length comes
+last at which both ways take the same time. ``--from-csv`` prints results again, with
+no GPU.
 """
 
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -35,29 +37,24 @@ from bench_common import (
     require_gpu,
     time_interleaved,
 )
-from mask_cases import MASKS
+from mask_cases import MASKS, TOPK
+from prefill_batches import fit_cases, mix_cases, parse_batch
 from prefill_step import MODELS, Prefill, Step, backend_classes
 from result_tables import pivot, read_rows
-from thresholds import (
-    MASKED,
-    RATIO,
-    STOCK_MASKED,
-    crossovers,
-    derive_thresholds,
-    to_json,
-    to_source,
-)
+from thresholds import MASKED, RATIO, STOCK_MASKED, crossovers
 
-RANKS = (8, 1, 2, 4)
 SHAPES = (
-    *("2048+0", "4096+0", "8192+0", "16384+0", "32768+0"),
-    *("1024+3072", "2048+2048"),
-    *("512+7680", "1024+7168", "2048+6144", "4096+4096"),
-    *("512+15872", "2048+14336", "4096+12288", "8192+8192"),
-    *("1024+31744", "2048+30720", "4096+28672", "8192+24576"),
+    *("q2k", "q4k", "q8k", "q16k", "q32k"),
+    *("q1ks4k", "q2ks4k"),
+    *("q512s8k", "q1ks8k", "q2ks8k", "q4ks8k"),
+    *("q512s16k", "q2ks16k", "q4ks16k", "q8ks16k"),
+    *("q1ks32k", "q2ks32k", "q4ks32k", "q8ks32k"),
 )
-QUICK_SHAPES = ("4096+0", "8192+0", "1021+7171")
+RANKS = (8, 1, 2, 4)  # tensor-parallel sizes whose heads are run by default
+QUICK_SHAPES = ("q4k", "q8k", "q1021s8192")
 QUICK_RANKS = (8, 1)
+PRESETS = {"fit": fit_cases, "mixes": mix_cases}
+KV_CACHE_DTYPES = ("auto", "fp8_ds_mla", "fp8")
 MAX_RELATIVE_DIFFERENCE = 3e-2
 LONG_STEP = 2**19  # queries times heads, from which on one call makes a sample
 FORMULAS = (
@@ -67,27 +64,22 @@ FORMULAS = (
     "output, latents, top-k rows once) / time"
 )
 INDEX = ("model", "ranks", "heads", "queries", "context")
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    """Argument type of ``--shapes``: queries and context."""
-    queries, context = map(int, text.split("+"))
-    if queries < 1 or context < 0:
-        raise ValueError(f"a shape must have queries, got {text}")
-    return queries, context
+BATCH_INDEX = ("model", "heads", "top-k", "kv cache", "batch")
 
 
 def usable_ways(
     prefill: Prefill, backends: dict[str, type]
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, float]]:
-    """The ways that run here, and how far each is from masked MHA.
+    """The ways that run here, and how far each is from the first.
 
     Raises:
         CheckFailed: two ways differ by more than rounding.
     """
-    makers = {MASKED: prefill.masked_mha}
-    if not on_sm90():
-        makers[STOCK_MASKED] = prefill.stock_masked_mha
+    makers = {}
+    if prefill.masks_fit():
+        makers[MASKED] = prefill.masked_mha
+        if not on_sm90() and prefill.step.kv_cache_dtype == "auto":
+            makers[STOCK_MASKED] = prefill.stock_masked_mha
     for name, backend in backends.items():
         makers[name] = lambda backend=backend: prefill.sparse_mqa(backend)
     ways, differences = {}, {}
@@ -104,10 +96,10 @@ def usable_ways(
             print(f"{name} does not run here: {error}", file=sys.stderr)
             continue
         if expected is None:
-            expected = out
+            first, expected = name, out
         relative = float((out - expected).norm() / expected.norm())
         if not relative <= MAX_RELATIVE_DIFFERENCE:
-            raise CheckFailed(f"{name} differs from {MASKED} by {relative:.2e}")
+            raise CheckFailed(f"{name} differs from {first} by {relative:.2e}")
         ways[name], differences[name] = way, relative
     return ways, differences
 
@@ -123,6 +115,7 @@ def measure(step: Step, kind: str, repeat: int, backends: dict[str, type]) -> li
     calls = 1 if step.queries * step.heads >= LONG_STEP else 4
     launches = {name: lambda i, way=way: way() for name, way in ways.items()}
     timings = time_interleaved(launches, calls, repeat)
+    masked_us = timings[MASKED].median_us if MASKED in timings else math.nan
     rows = []
     for name, timing in timings.items():
         low, high = timing.spread_us
@@ -132,16 +125,19 @@ def measure(step: Step, kind: str, repeat: int, backends: dict[str, type]) -> li
             {
                 "model": step.model.name,
                 "dims": f"{step.model.qk}/{step.model.v}",
-                "ranks": step.ranks,
+                "ranks": step.model.num_heads // step.heads,
                 "heads": step.heads,
+                "top-k": step.topk,
+                "kv cache": step.kv_cache_dtype,
+                "batch": str(step.batch),
                 "queries": step.queries,
-                "context": step.context,
+                "context": step.keys - step.queries,
                 "top-k rows": kind,
                 "way": name,
                 "median us": timing.median_us,
                 "p10 us": low,
                 "p90 us": high,
-                RATIO: timing.median_us / timings[MASKED].median_us,
+                RATIO: timing.median_us / masked_us,
                 "TFLOP/s": flops / timing.median_us / 1e6,
                 "GB/s": step.num_bytes / timing.median_us / 1e3,
                 "host us": timing.host_us,
@@ -155,8 +151,10 @@ def measure(step: Step, kind: str, repeat: int, backends: dict[str, type]) -> li
 
 def cell(row: dict) -> str:
     """Milliseconds, and how many times masked MHA's."""
-    text = f"{float(row['median us']) / 1e3:.3f}"
-    return text if row["way"] == MASKED else f"{text} ({float(row[RATIO]):.2f} x)"
+    text, ratio = f"{float(row['median us']) / 1e3:.3f}", float(row[RATIO])
+    return (
+        text if row["way"] == MASKED or math.isnan(ratio) else f"{text} ({ratio:.2f} x)"
+    )
 
 
 def draw(path: Path, rows: Sequence[dict]) -> None:
@@ -212,19 +210,35 @@ def draw(path: Path, rows: Sequence[dict]) -> None:
 
 def report(rows: Sequence[dict], args) -> None:
     """Everything that follows from the rows."""
+    index = BATCH_INDEX if "batch" in rows[0] else INDEX
     print_table(
         f"Prefill attention of one layer, ms (and times {MASKED}'s)\n{FORMULAS}",
-        pivot(rows, INDEX, "way", cell),
+        pivot(rows, index, "way", cell),
     )
-    print_table("Pure prefills take the same time at", crossovers(rows))
-    table = derive_thresholds(rows)
-    print("Thresholds derived from these rows:")
-    print(to_source(table))
-    if args.thresholds is not None:
-        args.thresholds.parent.mkdir(parents=True, exist_ok=True)
-        args.thresholds.write_text(json.dumps(to_json(table), indent=2) + "\n")
+    same = crossovers(rows)
+    if same:
+        print_table("Pure prefills take the same time at", same)
     if args.plot is not None:
         draw(args.plot, rows)
+
+
+def make_steps(args) -> list[Step]:
+    """What the arguments ask for, only heads that a model has."""
+    steps = []
+    for name, model in MODELS.items():
+        if name not in args.models:
+            continue
+        if args.preset:
+            cases = [case[1:] for case in PRESETS[args.preset]() if case[0] == name]
+        else:
+            heads = args.heads or [model.num_heads // ranks for ranks in RANKS]
+            cases = itertools.product(heads, args.topk, args.shapes)
+        steps += [
+            Step(model, heads, batch, topk, args.kv_cache_dtype)
+            for heads, topk, batch in cases
+            if heads <= model.num_heads and max(batch.seq_lens) >= topk
+        ]
+    return steps
 
 
 def run(args) -> tuple[list[dict], int]:
@@ -232,11 +246,10 @@ def run(args) -> tuple[list[dict], int]:
     activate_overlay(hopper=True)
     from vllm.platforms.interface import DeviceCapability
 
-    backends = backend_classes(DeviceCapability(*torch.cuda.get_device_capability()))
-    everything = itertools.product(args.models, args.ranks, args.shapes)
-    steps = [Step(MODELS[model], ranks, *shape) for model, ranks, shape in everything]
+    capability = DeviceCapability(*torch.cuda.get_device_capability())
+    backends = backend_classes(capability, args.kv_cache_dtype)
     return measure_all(
-        steps,
+        make_steps(args),
         lambda step: measure(step, args.topk_rows, args.repeat, backends),
         args.csv,
         args.time_limit,
@@ -245,24 +258,29 @@ def run(args) -> tuple[list[dict], int]:
 
 def main() -> None:
     """Command line."""
-    parser = argument_parser(__doc__, parse_shape, SHAPES)
+    parser = argument_parser(__doc__, parse_batch, SHAPES)
     parser.set_defaults(repeat=11)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument(
+        "--heads", nargs="+", type=int, help="of a rank (default: of TP 8, 1, 2 and 4)"
+    )
+    parser.add_argument("--topk", nargs="+", type=int, default=[TOPK])
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--topk-rows", choices=MASKS[1:], default="uniform")
+    parser.add_argument("--preset", choices=PRESETS, help="in place of shapes")
     parser.add_argument(
         "--quick", action="store_true", help="few shapes of DeepSeek, 1 and 8 ranks"
     )
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
-    parser.add_argument("--thresholds", type=Path, help="JSON file to write them to")
     parser.add_argument("--from-csv", nargs="+", type=Path, help="report these rows")
     args = parser.parse_args()
     if args.from_csv:
         report(read_rows(args.from_csv), args)
         return
     if args.quick:
-        args.shapes = [parse_shape(text) for text in QUICK_SHAPES]
-        args.models, args.ranks = ["deepseek"], QUICK_RANKS
+        args.shapes = [parse_batch(text) for text in QUICK_SHAPES]
+        args.models = ["deepseek"]
+        args.heads = [MODELS["deepseek"].num_heads // ranks for ranks in QUICK_RANKS]
     require_gpu()
     rows, failed = run(args)
     if rows:

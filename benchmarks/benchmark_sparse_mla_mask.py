@@ -84,13 +84,11 @@ def callbacks(case: Case) -> dict[str, Callable]:
     from vllm_sparse_mla.codegen import word_callbacks
 
     name = "offset_dense_mask_mod" if case.offset else "dense_mask_mod"
-    ours = getattr(sparse_mla_mask, name)
+    ours = sparse_mla_mask.mask_mod_for(case.offset)
     if on_sm90():
-        from vllm.vllm_flash_attn.cute.mask import packed_mask_front
-
         plain = not (case.causal or case.offset)
         found = {ONE_KEY: word_callbacks.scalar_mask_mod} if plain else {}
-        return found | {OURS: packed_mask_front(ours)}
+        return found | {OURS: ours}
     found = {} if case.offset else {ONE_WORD: word_callbacks.word_mask_mod}
     stock = load_stock_module(MASK_MODULE)
     return found | {STOCK: getattr(stock, name), OURS: ours}

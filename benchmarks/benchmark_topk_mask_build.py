@@ -159,7 +159,7 @@ def is_correct(case: Case, out: torch.Tensor) -> bool:
 
 def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], object]]:
     """Functions that build the mask in buffer `i`, by name."""
-    from vllm.model_executor.layers.attention import sparse_mla_attention as ours
+    from vllm.model_executor.kernels.attention.dsa import topk_mask as ours
 
     sizes = case.max_q_len, case.shape.keys
 
@@ -169,12 +169,12 @@ def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], o
         )
 
     def triton(i: int) -> object:
-        return ours._build_topk_mask_triton(
+        return ours.build_topk_mask_triton(
             case.topk[i], case.cu_q_lens, *sizes, case.outs[i], None, None, None
         )
 
     def front(i: int) -> object:
-        return ours._build_packed_topk_mask(
+        return ours.build_packed_topk_mask(
             case.topk[i], case.cu_q_lens, *sizes, case.outs[i]
         )
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 
 TOPK = 2048
-RECENT = 512
 CLUSTERS = 32
 MASKS = ("ones", "uniform", "recent", "clustered")
 KEY_START = 96  # stock's offset callback is right only for multiples of 32
@@ -103,31 +102,32 @@ def parse_case(text: str) -> Case:
     return Case(requests, queries, keys, int(heads), mask, causal, offset, dims)
 
 
-def topk_rows(visible: torch.Tensor, kind: str) -> torch.Tensor:
+def topk_rows(visible: torch.Tensor, kind: str, topk: int = TOPK) -> torch.Tensor:
     """Top-k rows in any order, as an indexer gives them.
 
     Args:
-        visible: `[rows]`, how many keys each row may choose from; up to `TOPK` it
+        visible: `[rows]`, how many keys each row may choose from; up to `topk` it
             takes them all, and -1 for the rest.
         kind: of `MASKS`, except ``ones``.
+        topk: keys of a row, a multiple of 64.
 
     Returns:
-        int32 `[rows, TOPK]`.
+        int32 `[rows, topk]`.
     """
     device = visible.device
     number = visible[:, None].long()
-    slots = torch.arange(TOPK, device=device)
+    slots = torch.arange(topk, device=device)
     if kind == "clustered":
-        run = TOPK // CLUSTERS
+        run = topk // CLUSTERS
         index = _one_of_each(number // run, CLUSTERS) * run
         index = (index[:, :, None] + torch.arange(run, device=device)).flatten(1)
     else:
-        recent = RECENT if kind == "recent" else 0
-        spread = _one_of_each(number - recent, TOPK - recent)
+        recent = topk // 4 if kind == "recent" else 0
+        spread = _one_of_each(number - recent, topk - recent)
         index = torch.cat((spread, number - 1 - slots[:recent]), 1)
     index = index.gather(1, torch.rand(index.shape, device=device).argsort(1))
     everything = torch.where(slots < number, slots, -1)
-    return torch.where(number <= TOPK, everything, index).int()
+    return torch.where(number <= topk, everything, index).int()
 
 
 def _one_of_each(number: torch.Tensor, count: int) -> torch.Tensor:
@@ -194,6 +194,9 @@ class Inputs:
 
     def _mask(self, start: int, device) -> torch.Tensor:
         """Storage of the mask, `start` unset keys in front of the case's."""
+        from vllm.model_executor.kernels.attention.dsa.topk_mask import (
+            build_packed_topk_mask,
+        )
         from vllm.model_executor.layers.attention import sparse_mla_attention as layer
 
         case, reserve = self.case, self.case.offset and start > 0
@@ -217,7 +220,7 @@ class Inputs:
         rows = torch.cat([topk_rows(counts, case.mask) for counts in visible])
         rows = torch.where(rows < 0, rows, rows + start)
         starts = torch.full((case.requests,), start, dtype=torch.int32, device=device)
-        layer._build_packed_topk_mask(
+        build_packed_topk_mask(
             rows, self.cu_q, longest, keys, mask, key_starts=starts if reserve else None
         )
         return mask

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One request's prefill attention in one layer, by vLLM's own classes.
+"""Prefill attention of a step in one layer, by vLLM's own classes.
 
 Every way gets the same queries, latents, projection weights, paged cache and top-k
 rows, and writes one output of all heads:
@@ -16,13 +16,15 @@ rows, and writes one output of all heads:
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from mask_cases import TOPK, cumulative, topk_rows, visible_keys
+from prefill_batches import Batch
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_sparse_mla.testing.mla_layer import make_masked_layer
 from vllm_sparse_mla.testing.stock import load_stock_module
@@ -33,6 +35,9 @@ LATENT = 512
 BLOCK_SIZE = 64
 MASK_WORKSPACE_WORDS = 128 * 2**20 // 4  # as vLLM's metadata builder has
 CONTEXT_WORKSPACE_ROWS = 64 * 1024  # likewise, its upper bound
+MAX_MODEL_LEN = 163840  # DeepSeek-V3.2's
+FP8_DS_MLA_BYTES = 656  # of one token
+FP8_DS_MLA_GROUP = 128  # latents that share a scale
 
 
 @dataclass(frozen=True)
@@ -59,52 +64,60 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's share of a prefill.
+    """One rank's share of the prefills of a step.
 
     Attributes:
         model: whose dimensions.
-        ranks: tensor-parallel size.
-        queries: new tokens.
-        context: tokens before them.
+        heads: of the rank.
+        batch: the requests.
+        topk: keys that the indexer keeps for a query.
+        kv_cache_dtype: as vLLM spells it.
     """
 
     model: Model
-    ranks: int
-    queries: int
-    context: int
+    heads: int
+    batch: Batch
+    topk: int = TOPK
+    kv_cache_dtype: str = "auto"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model.name}, {self.heads} heads, top-k {self.topk}, "
+            f"{self.kv_cache_dtype}: {self.batch}"
+        )
 
     @property
-    def heads(self) -> int:
-        """Heads of this rank."""
-        return self.model.num_heads // self.ranks
+    def queries(self) -> int:
+        """New tokens of all requests."""
+        return sum(self.batch.query_lens)
 
     @property
     def keys(self) -> int:
-        """Tokens of the sequence."""
-        return self.queries + self.context
+        """Tokens of all requests."""
+        return sum(self.batch.seq_lens)
+
+    @property
+    def _wide(self) -> int:
+        return self.model.nope + self.model.v
 
     @property
     def mha_flops(self) -> int:
         """Of masked MHA: both products over all causal pairs, and the projection."""
-        pairs = self.queries * self.context + self.queries * (self.queries + 1) // 2
-        wide = self.model.nope + self.model.v
+        pairs = sum(q * c + q * (q + 1) // 2 for q, c in self.batch.requests)
         attention = (self.model.qk + self.model.v) * pairs
-        return 2 * self.heads * (attention + LATENT * wide * self.keys)
+        return 2 * self.heads * (attention + LATENT * self._wide * self.keys)
 
     @property
     def mqa_flops(self) -> int:
         """Of sparse MQA: both products over the top-k, absorb and value-up."""
-        first = self.context + 1
-        short = max(0, min(self.queries, TOPK - self.context))
-        pairs = short * (2 * first + short - 1) // 2 + (self.queries - short) * TOPK
-        wide = self.model.nope + self.model.v
+        pairs = selected_pairs(self.batch.requests, self.topk)
         attention = (2 * LATENT + self.model.rope) * pairs
-        return 2 * self.heads * (attention + LATENT * wide * self.queries)
+        return 2 * self.heads * (attention + LATENT * self._wide * self.queries)
 
     @property
     def num_bytes(self) -> int:
-        """Queries, output, latents of the sequence and top-k rows, once each."""
-        per_query = 2 * self.heads * (self.model.qk + self.model.v) + 4 * TOPK
+        """Queries, output, latents of the sequences and top-k rows, once each."""
+        per_query = 2 * self.heads * (self.model.qk + self.model.v) + 4 * self.topk
         return self.queries * per_query + self.keys * 2 * (LATENT + self.model.rope)
 
 
@@ -112,7 +125,11 @@ class Step:
 def _vllm_config(device_type: str):
     from vllm.config import DeviceConfig, VllmConfig
 
-    return VllmConfig(device_config=DeviceConfig(device=device_type))
+    config = VllmConfig(device_config=DeviceConfig(device=device_type))
+    # FlashMLA sizes the workspace for its quantized cache by these.
+    config.model_config = SimpleNamespace(max_model_len=MAX_MODEL_LEN)
+    config.attention_config.sparse_mla_prefill_workspace_factor = 5
+    return config
 
 
 @functools.cache
@@ -124,16 +141,48 @@ def _workspace_manager(device: torch.device) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _topk(queries: int, context: int, kind: str, device) -> torch.Tensor:
-    """Top-k rows of a causal prefill, int32 ``[queries, TOPK]``."""
+def _topk(batch: Batch, topk: int, kind: str, device) -> torch.Tensor:
+    """Top-k rows of causal prefills, int32 ``[queries, topk]``."""
     torch.manual_seed(0)
-    visible = visible_keys(queries, queries + context, True, device)
-    parts = visible.split(2048)
-    return torch.cat([topk_rows(part, kind) for part in parts])
+    visible = [
+        visible_keys(queries, queries + context, True, device)
+        for queries, context in batch.requests
+    ]
+    parts = torch.cat(visible).split(2048)
+    return torch.cat([topk_rows(part, kind, topk) for part in parts])
 
 
-def backend_classes(capability) -> dict[str, type]:
-    """Sparse MQA backends of this vLLM for DeepSeek's cache that support a GPU."""
+def selected_pairs(requests: Iterable[tuple[int, int]], topk: int) -> int:
+    """Pairs of query and selected key.
+
+    Args:
+        requests: new and cached tokens of each.
+        topk: keys that a query selects where it sees as many.
+    """
+    total = 0
+    for queries, context in requests:
+        short = max(0, min(queries, topk - context))  # queries that see fewer
+        total += short * (2 * context + short + 1) // 2 + (queries - short) * topk
+    return total
+
+
+def _exact_in_fp8(latents: torch.Tensor) -> torch.Tensor:
+    """The latents moved to values that every FP8 cache holds exactly.
+
+    Suffix and context then come from the same values, quantized or not: 3.5, the
+    largest, makes each group's scale of ``fp8_ds_mla`` a power of two.
+    """
+    largest = 3.5
+    latents = latents.clamp(-largest, largest)
+    latents[:, :LATENT:FP8_DS_MLA_GROUP] = largest
+    return latents.to(torch.float8_e4m3fn).to(latents.dtype)
+
+
+def backend_classes(capability, kv_cache_dtype: str = "auto") -> dict[str, type]:
+    """Sparse MQA backends of this vLLM that support a GPU and a KV cache dtype."""
+    from vllm.model_executor.layers.attention.mla_attention import (
+        _canonicalize_sparse_mla_kv_cache_dtype as canonical,
+    )
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     names = ("FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE")
@@ -144,7 +193,11 @@ def backend_classes(capability) -> dict[str, type]:
         except ImportError as error:
             print(f"{name} cannot be imported: {error}", file=sys.stderr)
             continue
-        if backend.supports_compute_capability(capability):
+        if (
+            backend.supports_compute_capability(capability)
+            and kv_cache_dtype in backend.supported_kv_cache_dtypes
+            and canonical(backend, kv_cache_dtype) == kv_cache_dtype
+        ):
             found[name] = backend
     return found
 
@@ -162,7 +215,7 @@ class Prefill:
         """
         self.step, self.device = step, device
         model, heads = step.model, step.heads
-        self.topk = _topk(step.queries, step.context, kind, device)
+        self.topk = _topk(step.batch, step.topk, kind, device)
         torch.manual_seed(0)
         self.q = self._randn(step.queries, heads, model.qk)
         wide = model.nope + model.v
@@ -172,37 +225,73 @@ class Prefill:
         w_uk, w_uv = per_head.split([model.nope, model.v], dim=-1)
         self.w_uk_t, self.w_uv = w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
         self.latent_dim = LATENT + model.rope
-        latents = self._randn(step.keys, self.latent_dim)
-        self.latents = latents[step.context :]
-        num_blocks = -(-step.keys // BLOCK_SIZE)
-        self.block_table = torch.randperm(num_blocks, device=device).int()[None]
-        self.cache = self._randn(num_blocks, BLOCK_SIZE, self.latent_dim)
-        positions = torch.arange(step.keys, device=device)
-        blocks = self.block_table[0].long()[positions // BLOCK_SIZE]
-        slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-        self.cache.view(-1, self.latent_dim)[slots] = latents
+        self.k_scale = torch.ones(1, device=device)
+        self._fill_cache()
         self.output = torch.empty(
             step.queries, heads * model.v, dtype=torch.bfloat16, device=device
         )
-        self.k_scale = torch.ones(1, device=device)
-        self.prefill = self._prefill_metadata()
+        ends = cumulative(step.batch.query_lens, "cpu")
+        self.query_start_loc, self.query_lens = ends.to(device), ends.diff()
+        self.prefill = self._prefill_metadata(ends)
 
     def _randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
 
-    def _prefill_metadata(self):
+    def _fill_cache(self) -> None:
+        """Latents of every sequence, in the cache's pages and format."""
+        from vllm import _custom_ops
+
+        step, device = self.step, self.device
+        latents = self._randn(step.keys, self.latent_dim)
+        pages = [-(-tokens // BLOCK_SIZE) for tokens in step.batch.seq_lens]
+        order = torch.randperm(sum(pages), dtype=torch.int32, device=device)
+        self.block_table = pad_sequence(order.split(pages), batch_first=True)
+        slots, new = [], []
+        for row, (queries, context) in zip(self.block_table, step.batch.requests):
+            position = torch.arange(context + queries, device=device)
+            page = row.long()[position // BLOCK_SIZE]
+            slots.append(page * BLOCK_SIZE + position % BLOCK_SIZE)
+            new.append(position >= context)
+        slots = torch.cat(slots)
+        if step.kv_cache_dtype == "auto":
+            self.cache = self._randn(sum(pages), BLOCK_SIZE, self.latent_dim)
+            self.cache.view(-1, self.latent_dim)[slots] = latents
+        else:
+            latents = _exact_in_fp8(latents)
+            packed = step.kv_cache_dtype == "fp8_ds_mla"
+            row_bytes = FP8_DS_MLA_BYTES if packed else self.latent_dim
+            self.cache = torch.zeros(
+                sum(pages), BLOCK_SIZE, row_bytes, dtype=torch.uint8, device=device
+            )
+            _custom_ops.concat_and_cache_mla(
+                latents[:, :LATENT],
+                latents[:, LATENT:],
+                self.cache,
+                slots,
+                step.kv_cache_dtype,
+                self.k_scale,
+            )
+            if not packed:
+                self.cache = self.cache.view(torch.float8_e4m3fn)
+        self.latents = latents[torch.cat(new)]
+
+    def _prefill_metadata(self, ends: torch.Tensor):
         from vllm.model_executor.layers.attention import sparse_mla_attention as layer
         from vllm.model_executor.layers.attention.mla_attention import (
             build_mla_chunked_context_metadata,
         )
 
-        step, ends = self.step, cumulative([self.step.queries], "cpu")
-        context = None
-        if step.context:
-            context = build_mla_chunked_context_metadata(
-                context_lens_cpu=torch.tensor([step.context], dtype=torch.int32),
+        batch = self.step.batch
+        return layer.SparseMLAPrefillMetadata(
+            block_table=self.block_table,
+            query_start_loc=self.query_start_loc,
+            max_query_len=max(batch.query_lens),
+            query_lens_cpu=self.query_lens,
+            # None without context.
+            chunked_context=build_mla_chunked_context_metadata(
+                context_lens_cpu=torch.tensor(batch.context_lens, dtype=torch.int32),
                 prefill_query_start_loc_cpu=ends,
-                chunked_prefill_workspace=self.cache.new_empty(
+                chunked_prefill_workspace=self.q.new_empty(
                     CONTEXT_WORKSPACE_ROWS, self.latent_dim
                 ),
                 chunked_prefill_workspace_size=CONTEXT_WORKSPACE_ROWS,
@@ -212,38 +301,60 @@ class Prefill:
                 dcp_world_size=1,
                 dcp_local_block_size=1,
                 dcp_virtual_block_size=1,
-            )
-        return layer.SparseMLAPrefillMetadata(
-            block_table=self.block_table,
-            query_start_loc=ends.to(self.device),
-            max_query_len=step.queries,
-            query_lens_cpu=ends.diff(),
-            chunked_context=context,
+            ),
             topk_mask_workspace=torch.zeros(
                 MASK_WORKSPACE_WORDS, dtype=torch.int32, device=self.device
             ),
         )
 
     def _metadata(self, cls: type):
-        step = self.step
+        batch = self.step.batch
+        requests = torch.arange(len(batch.requests), dtype=torch.int32)
         return cls(
-            num_reqs=1,
-            max_query_len=step.queries,
-            max_seq_len=step.keys,
-            num_actual_tokens=step.queries,
-            query_start_loc=self.prefill.query_start_loc,
+            num_reqs=len(batch.requests),
+            max_query_len=max(batch.query_lens),
+            max_seq_len=max(batch.seq_lens),
+            num_actual_tokens=self.step.queries,
+            query_start_loc=self.query_start_loc,
             slot_mapping=torch.empty(0),
             block_table=self.block_table,
-            req_id_per_token=torch.zeros(
-                step.queries, dtype=torch.int32, device=self.device
+            req_id_per_token=requests.repeat_interleave(self.query_lens).to(
+                self.device
             ),
             block_size=BLOCK_SIZE,
-            topk_tokens=TOPK,
+            topk_tokens=self.step.topk,
             num_decodes=0,
-            num_prefills=1,
+            num_prefills=len(batch.requests),
             num_decode_tokens=0,
-            prefill_max_seq_len=step.keys,
+            prefill_max_seq_len=max(batch.seq_lens),
             prefill=self.prefill,
+        )
+
+    def _add_fp8_metadata(self, metadata, builder: type) -> None:
+        """What FlashMLA's builder adds for its quantized cache, made by it."""
+        from vllm.v1.attention.backends.mla import flashmla_sparse
+
+        lens = torch.tensor(self.step.batch.seq_lens, dtype=torch.int32)
+        own = SimpleNamespace(
+            vllm_config=_vllm_config(self.device.type),
+            device=self.device,
+            pcp_dcp_kv_gather=False,
+            max_model_len_tensor=lens.new_full((1,), MAX_MODEL_LEN).to(self.device),
+            dummy_block_table=torch.empty_like(self.block_table[:1, :1]),
+        )
+        common = SimpleNamespace(
+            num_actual_tokens=self.step.queries,
+            query_start_loc_cpu=self.query_start_loc.cpu(),
+            seq_lens_cpu_upper_bound=lens,
+            block_table_tensor=self.block_table,
+            seq_lens=lens.to(self.device),
+        )
+        mixed = self.step.heads < flashmla_sparse.MIN_HEADS_FOR_BF16_PREFILL
+        metadata.fp8_use_mixed_batch = mixed
+        metadata.fp8_extra_metadata = (
+            builder._build_fp8_mixed_decode_prefill(own)
+            if mixed
+            else builder._build_fp8_separate_prefill_decode(own, common, metadata)
         )
 
     def _impl(self, cls: type):
@@ -267,7 +378,13 @@ class Prefill:
                 v_head_dim=model.v,
                 kv_b_weight=self.weight,
                 topk_indices_buffer=self.topk,
+                kv_cache_dtype=self.step.kv_cache_dtype,
             )
+
+    def masks_fit(self) -> bool:
+        """Whether vLLM's mask workspace has room for the batch."""
+        layer = importlib.import_module(LAYER_MODULE)
+        return layer.SparseMLACommonImpl.masked_mha_workspace_fits(self.prefill)
 
     def masked_mha(self) -> Callable[[], torch.Tensor]:
         """This project's masked MHA."""
@@ -301,7 +418,10 @@ class Prefill:
         """A backend's sparse MQA between its caller's products."""
         _workspace_manager(self.device)
         impl = self._impl(backend.get_impl_cls())
-        metadata = self._metadata(backend.get_builder_cls().metadata_cls)
+        builder = backend.get_builder_cls()
+        metadata = self._metadata(builder.metadata_cls)
+        if self.step.kv_cache_dtype == "fp8_ds_mla":
+            self._add_fp8_metadata(metadata, builder)
         step, model = self.step, self.step.model
         scales = SimpleNamespace(_q_scale_float=1.0, _k_scale_float=1.0)
         by_head = self.output.view(-1, step.heads, model.v).transpose(0, 1)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from pprint import pformat
 
+from prefill_batches import parse_batch
+
 MASKED = "masked MHA"
 STOCK_MASKED = "stock masked MHA"
 RATIO = f"this / {MASKED}"
@@ -19,11 +21,19 @@ Ranges = tuple[tuple[int, int], ...]
 Table = dict[tuple[int, int], dict[str, dict[int, tuple[Ranges, Ranges]]]]
 
 
+def _is_one_request(row: dict) -> bool:
+    """Whether a row is one that says something about lengths, at the usual top-k."""
+    batch = row.get("batch")
+    return batch is None or (
+        len(parse_batch(batch).requests) == 1 and int(row["top-k"]) == TOPK
+    )
+
+
 def _ratios(rows: Sequence[dict]) -> dict[tuple, dict[tuple[int, int], float]]:
     """By (dims, backend, ranks): ratio by (tokens of the sequence, queries)."""
     found: dict[tuple, dict[tuple[int, int], float]] = {}
     for row in rows:
-        if row["way"] in (MASKED, STOCK_MASKED):
+        if row["way"] in (MASKED, STOCK_MASKED) or not _is_one_request(row):
             continue
         dims = tuple(map(int, row["dims"].split("/")))
         queries = int(row["queries"])

@@ -9,8 +9,6 @@ import torch
 
 from vllm_sparse_mla.testing import reference
 
-pytestmark = pytest.mark.cpu
-
 Q_LENS, K_LENS = [1, 0, 33, 7], [129, 5, 64, 40]
 HEADS, QK_DIM, V_DIM, TOPK = 3, 24, 16, 12
 SCALE = QK_DIM**-0.5

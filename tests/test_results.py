@@ -15,7 +15,6 @@ import render_results  # noqa: E402
 from result_tables import read_rows  # noqa: E402
 from thresholds import derive_thresholds  # noqa: E402
 
-pytestmark = pytest.mark.cpu
 RENDER = "run python3 benchmarks/render_results.py"
 ORIGIN = {
     **{name: "1.0" for name in render_results.ORIGIN},

@@ -60,6 +60,7 @@ OVERLAID_FILES = (
     ),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_sm90"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_warmup"),
+    OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl"),
     OverlaidFile(
         "vllm.vllm_flash_attn.cute.mask",

@@ -7,8 +7,6 @@ import csv
 import pytest
 from bench_common import CheckFailed, measure_all, with_progress
 
-pytestmark = pytest.mark.cpu
-
 
 def measure(case: str) -> list[dict]:
     if case == "wrong":

@@ -8,7 +8,6 @@ from mask_cases import KEY_START, MASKS, TOPK, Inputs, parse_case, topk_rows
 
 from vllm_sparse_mla.testing.reference import unpack_topk_mask
 
-pytestmark = pytest.mark.interpreter
 VISIBLE = (1, 100, TOPK - 1, TOPK, TOPK + 1, 3000, 5001)
 
 

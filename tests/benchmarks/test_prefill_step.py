@@ -7,18 +7,17 @@ Everything is vLLM's but the kernels, which plain torch stands in for.
 
 import pytest
 import torch
-from mask_cases import TOPK
-from prefill_step import LATENT, MODELS, Prefill, Step, backend_classes
+from prefill_batches import parse_batch
+from prefill_step import LATENT, MODELS, Prefill, Step, _exact_in_fp8, backend_classes
 
 from vllm import _custom_ops
 from vllm.platforms.interface import DeviceCapability
 from vllm_sparse_mla.testing import reference
 from vllm_sparse_mla.testing.stand_ins import noted_attention
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the benchmark"),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the GPU runs the benchmark"
+)
 
 
 def attend_over_rows(q, k, v, q_v, seqused_k, block_table, softmax_scale, **kwargs):
@@ -62,10 +61,18 @@ def backends(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_all_ways_agree(backends, model):
-    step = Step(MODELS[model], MODELS[model].num_heads, queries=24, context=TOPK + 13)
+@pytest.mark.parametrize(
+    ("model", "text", "topk"),
+    [
+        ("deepseek", "q24s2085", 2048),
+        ("glm", "q24s2085", 2048),
+        ("deepseek", "q140,2q9s150,q3s200", 128),
+    ],
+)
+def test_all_ways_agree(backends, model, text, topk):
+    step = Step(MODELS[model], 1, parse_batch(text), topk)
     prefill = Prefill(step, "uniform", torch.device("cpu"))
+    assert prefill.masks_fit()
     calls = []
     attend = reference.flash_attn_varlen_func
     with noted_attention(calls, attend, cache_ops=False):
@@ -78,13 +85,30 @@ def test_all_ways_agree(backends, model):
         assert float((out - expected).norm() / expected.norm()) < 1e-2, name
 
 
-@pytest.mark.cpu
-@pytest.mark.parametrize("shape", [(1, 0), (3000, 0), (70, 2100), (100, 2000)])
-def test_operations_are_counted(shape):
-    queries, context = shape
-    step = Step(MODELS["glm"], 4, queries, context)
-    visible = [context + i + 1 for i in range(queries)]
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "expected"),
+    [("fp8_ds_mla", {"FLASHMLA_SPARSE"}), ("fp8", set())],
+)
+def test_backends_are_those_of_the_cache(kv_cache_dtype, expected):
+    assert set(backend_classes(DeviceCapability(9, 0), kv_cache_dtype)) == expected
+
+
+def test_quantized_caches_hold_the_latents_exactly():
+    latents = _exact_in_fp8(torch.randn(50, 576, dtype=torch.bfloat16))
+    groups = latents[:, :LATENT].unflatten(1, (4, 128)).float()
+    scale = groups.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    stored = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(stored, groups)
+    assert torch.equal(latents.to(torch.float8_e4m3fn).to(latents.dtype), latents)
+
+
+@pytest.mark.parametrize("topk", [2048, 512])
+@pytest.mark.parametrize("text", ["q1", "q3000", "q70s2170,q600s700", "2q100s2100"])
+def test_operations_are_counted(text, topk):
+    batch = parse_batch(text)
+    step = Step(MODELS["glm"], 16, batch, topk)
+    visible = [c + i + 1 for q, c in batch.requests for i in range(q)]
     wide = LATENT * (192 + 256)
     assert step.mha_flops == 2 * 16 * (512 * sum(visible) + wide * step.keys)
-    selected = sum(min(count, TOPK) for count in visible)
-    assert step.mqa_flops == 2 * 16 * (1088 * selected + wide * queries)
+    selected = sum(min(count, topk) for count in visible)
+    assert step.mqa_flops == 2 * 16 * (1088 * selected + wide * step.queries)

@@ -15,8 +15,6 @@ from serving.scenario import (
     control_prompt,
 )
 
-pytestmark = pytest.mark.cpu
-
 LENGTH = 400
 SERVERS = {name: SimpleNamespace(url=name) for name in ("stock", "patched", "opt-in")}
 

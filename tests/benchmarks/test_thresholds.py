@@ -16,7 +16,6 @@ from thresholds import (
     to_source,
 )
 
-pytestmark = pytest.mark.cpu
 DIMS = (192, 128)
 BACKEND = "FLASHMLA_SPARSE"
 

@@ -7,8 +7,6 @@ import pytest
 from vllm_sparse_mla.check.codegen_report import ARCH, judge_record
 from vllm_sparse_mla.codegen import CodegenRecord, Variant
 
-pytestmark = pytest.mark.cpu
-
 
 def _record(callback: str, mask_loads: dict[int, int], **changed) -> CodegenRecord:
     values = dict(

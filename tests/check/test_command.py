@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.interpreter
-
 ARGUMENTS = ("check", "--budget", "128", "--topk", "32", "--skip-codegen")
 PROMPTS = ("--prompts", "150,90,170")
 
@@ -35,12 +33,12 @@ app()
 
 LOSE_A_KEY = """
     from vllm.model_executor.layers.attention import sparse_mla_attention as layer
-    build = layer._build_packed_topk_mask
+    build = layer.build_packed_topk_mask
     def lossy(*args, **kwargs):
         mask = build(*args, **kwargs)
         mask[:, :, 1] &= ~1
         return mask
-    layer._build_packed_topk_mask = lossy
+    layer.build_packed_topk_mask = lossy
 """
 
 # What stock vLLM's offset callback does: one word shifted right, its neighbour unread.

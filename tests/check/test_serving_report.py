@@ -13,8 +13,6 @@ from vllm_sparse_mla.check import serving_report
 from vllm_sparse_mla.check.serving_report import report_serving
 from vllm_sparse_mla.testing.tiny_model import get_spec, make_config
 
-pytestmark = pytest.mark.cpu
-
 SM90, SM100 = (9, 0), (10, 0)
 
 

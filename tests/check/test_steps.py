@@ -8,8 +8,6 @@ import torch
 from vllm_sparse_mla.check.prefill import causal_topk_rows
 from vllm_sparse_mla.testing.steps import EngineStep, ScheduledRun, Workload
 
-pytestmark = pytest.mark.interpreter
-
 
 @pytest.fixture(scope="module")
 def steps() -> list[EngineStep]:

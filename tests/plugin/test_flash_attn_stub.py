@@ -13,8 +13,6 @@ from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 
 NAME = "vllm.vllm_flash_attn"
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def without_libcuda(monkeypatch):

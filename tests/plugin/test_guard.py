@@ -18,8 +18,6 @@ from vllm_sparse_mla.export_patch import switch
 from vllm_sparse_mla.guard import OverlaidFile
 from vllm_sparse_mla.plugin import register
 
-pytestmark = pytest.mark.cpu
-
 CONTENT = b"x = 1\n"
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 OVERLAID = (OverlaidFile("toy.layers.leaf", SHA256), OverlaidFile("toy.layers.added"))

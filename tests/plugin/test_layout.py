@@ -16,8 +16,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 OVERLAY_DIR = CHECKOUT / "vllm"
 PACKAGE_DIR = Path(vllm.__file__).parent
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize("folder", ["vllm", "tests"])
 def test_no_package_marker(folder):

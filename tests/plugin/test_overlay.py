@@ -11,8 +11,6 @@ import pytest
 from vllm_sparse_mla import overlay
 from vllm_sparse_mla.guard import OverlaidFile
 
-pytestmark = pytest.mark.cpu
-
 UPSTREAM = """
 import math as helper
 LIMIT = 1

@@ -18,8 +18,6 @@ REPLACED = "vllm.model_executor.layers.attention.sparse_mla_attention"
 # A module of the overlay that imports next to nothing.
 ADDED = "vllm.model_executor.layers.attention.sparse_mla_sm90"
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -19,8 +19,6 @@ from vllm_sparse_mla import guard
 CHECKOUT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip"]
 
-pytestmark = pytest.mark.cpu
-
 
 def _run(*command: str | Path, cwd: Path) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}

@@ -26,8 +26,6 @@ from vllm.entrypoints.openai.completion.protocol import (
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 from vllm.logprobs import Logprob
 
-pytestmark = pytest.mark.cpu
-
 PROMPT = [5, 6, 7]
 METRICS = """\
 # TYPE vllm:num_requests_running gauge

@@ -8,8 +8,6 @@ import pytest
 from serving.client import Completion, make_prompt
 from serving.compare import Difference, between, difference, spread
 
-pytestmark = pytest.mark.cpu
-
 
 def _answer(tokens, logprobs, gaps=None, prompt=(-1.0, -2.0)) -> Completion:
     return Completion(

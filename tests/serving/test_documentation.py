@@ -22,8 +22,6 @@ LOG_LINES = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("by log line")[2], re
 # Modules of vLLM whose log lines the page explains.
 UPSTREAM_MODULES = ("vllm.plugins", "vllm.utils.jit_monitor")
 
-pytestmark = pytest.mark.cpu
-
 
 def _run(code: str, folder: Path) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

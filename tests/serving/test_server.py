@@ -22,8 +22,6 @@ from serving.server import Server, variant_environment
 from vllm.utils import jit_monitor
 from vllm_sparse_mla import plugin
 
-pytestmark = pytest.mark.cpu
-
 # vLLM's own parser, which wants to know a device before it has any defaults.
 PARSE = """
 import json, sys

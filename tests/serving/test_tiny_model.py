@@ -18,8 +18,6 @@ from vllm_sparse_mla.testing.tiny_model import (
     write_model,
 )
 
-pytestmark = pytest.mark.cpu
-
 # Builds vLLM's real DeepSeek-V3.2 model on the CPU and loads the checkpoint.
 # No attention backend resolves without a GPU, so the attention layer's own
 # constructor is replaced; every weight still belongs to vLLM's modules. Runs in

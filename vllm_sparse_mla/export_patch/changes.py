@@ -21,8 +21,10 @@ _FA4_RULES = Rules(
 )
 _RULES = {
     "vllm.model_executor.layers.attention.sparse_mla_attention": Rules(
-        # Steps of upstream's forward_mha that the mask builder made superfluous.
+        # Steps of upstream's forward_mha, and kernels, that the mask builder replaces.
         removed=(
+            "_scatter_topk_kernel",
+            "_scatter_topk_single_req_kernel",
             "SparseMLACommonImpl._slice_topk_per_req",
             "SparseMLACommonImpl._remap_topk_to_ranges",
             "SparseMLACommonImpl._try_build_global_mask",

@@ -17,6 +17,7 @@ def make_masked_layer(
     v_head_dim: int,
     kv_b_weight: torch.Tensor,
     topk_indices_buffer: torch.Tensor,
+    kv_cache_dtype: str = "auto",
 ) -> Any:
     """Make a layer as vLLM does on one rank, with masked MHA forced on.
 
@@ -27,6 +28,7 @@ def make_masked_layer(
         num_heads: heads of the rank; the other dimensions are the model's.
         kv_b_weight: ``[num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]``.
         topk_indices_buffer: int32 ``[tokens, topk]``, read at each call.
+        kv_cache_dtype: as vLLM spells what the backend has made of it.
     """
     qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
     layer = cls(
@@ -36,7 +38,7 @@ def make_masked_layer(
         num_kv_heads=1,
         alibi_slopes=None,
         sliding_window=None,
-        kv_cache_dtype="auto",
+        kv_cache_dtype=kv_cache_dtype,
         logits_soft_cap=None,
         attn_type="decoder",
         kv_sharing_target_layer_name=None,

@@ -129,6 +129,26 @@ def test_the_opt_in_keeps_upstreams_other_conditions(on_device):
     assert not available(16, *DEEPSEEK_DIMS[1:], "auto")
 
 
+@pytest.mark.parametrize("offset", [False, True], ids=["dense", "offset"])
+@pytest.mark.parametrize(
+    ("family", "switch", "has_front"),
+    [(90, "1", True), (90, None, False), (100, "1", False)],
+    ids=["opted-in", "unset", "sm100"],
+)
+def test_fa4_takes_the_front_of_a_callback_on_sm90_alone(
+    on_device, monkeypatch, family, switch, has_front, offset
+):
+    from vllm.model_executor.layers.attention import sparse_mla_mask
+
+    on_device(family, switch)
+    module = SimpleNamespace(packed_mask_front=lambda mask_mod: ("front", mask_mod))
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.cute.mask", module)
+    name = "offset_dense_mask_mod" if offset else "dense_mask_mod"
+    plain = getattr(sparse_mla_mask, name)
+    expected = ("front", plain) if has_front else plain
+    assert sparse_mla_mask.mask_mod_for(offset) == expected
+
+
 def test_no_row_measured_on_sm100_is_left(on_device):
     on_device(90, "1")
     sparse_mla_sm90.install_sm90_thresholds()

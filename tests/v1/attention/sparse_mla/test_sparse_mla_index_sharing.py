@@ -60,7 +60,7 @@ def world(make_world):
 @pytest.fixture
 def builds(monkeypatch):
     """The size of each mask built, in order."""
-    name = "_build_packed_topk_mask"
+    name = "build_packed_topk_mask"
     if not hasattr(sparse_mla_attention, name):
         name = "_build_topk_mask"
     build = getattr(sparse_mla_attention, name)

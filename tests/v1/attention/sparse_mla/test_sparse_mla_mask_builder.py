@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     _build_topk_mask,
     _topk_mask_shape,
@@ -21,6 +20,12 @@ OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"
 NO_CHECKS = "stock checks nothing before it launches"
 STALE_WORDS = "stock leaves words past the last key as they were"
 OWN_ROW_COUNT = "stock places a request's rows by max_q_len, not by out's batch stride"
+
+
+def build_packed(*args, **options):
+    from vllm.model_executor.kernels.attention.dsa import topk_mask
+
+    return topk_mask.build_packed_topk_mask(*args, **options)
 
 
 class Guarded:
@@ -190,7 +195,7 @@ def test_ranges_store_keys_relative_to_their_start(starts, lens, device):
     def vector(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    view = sparse_mla_attention._build_packed_topk_mask(
+    view = build_packed(
         topk.to(device),
         vector([0, 3, 3, 7]),
         4,
@@ -210,7 +215,7 @@ def test_key_starts_go_into_the_last_word_of_row_0(device):
     guarded = Guarded(shape, device)
     starts = torch.tensor([INT32_MAX, 17], dtype=torch.int32, device=device)
     topk = random_topk(5, 16, 128)
-    view = sparse_mla_attention._build_packed_topk_mask(
+    view = build_packed(
         topk.to(device),
         torch.tensor([0, 3, 5], dtype=torch.int32, device=device),
         3,

@@ -154,7 +154,7 @@ def test_no_key_names_a_length():
 @stock_has_none
 def test_the_builders_keys_cover_every_build_of_the_layer(make_world, monkeypatch):
     """Which options the layer builds masks with, whatever builds them here."""
-    build = sparse_mla_attention._build_packed_topk_mask
+    build = sparse_mla_attention.build_packed_topk_mask
     built = set()
 
     def noted(*args, **options):
@@ -162,7 +162,7 @@ def test_the_builders_keys_cover_every_build_of_the_layer(make_world, monkeypatc
         built.add(("range_starts" in given, "key_starts" in given))
         return build(*args, **options)
 
-    monkeypatch.setattr(sparse_mla_attention, "_build_packed_topk_mask", noted)
+    monkeypatch.setattr(sparse_mla_attention, "build_packed_topk_mask", noted)
     world = make_world([300])
     spans = [(0, 256, 290)]
     for step in (

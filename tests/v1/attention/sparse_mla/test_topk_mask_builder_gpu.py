@@ -20,7 +20,6 @@ POISON = 0x5A5A5A5A
 GUARD_WORDS = 64
 
 gpu = pytest.mark.gpu
-cpu = pytest.mark.cpu
 
 
 pytestmark = pytest.mark.stock_fails("stock has no CuTe DSL mask kernel")
@@ -335,7 +334,6 @@ def test_no_length_compiles_anything(module, monkeypatch):
     assert len(compiled) == 3
 
 
-@cpu
 @pytest.mark.parametrize(
     ("batch", "max_q", "words", "grid"),
     [
@@ -354,7 +352,6 @@ def test_grid_fills_the_gpu_once(batch, max_q, words, grid, module):
     assert module.plan_grid(batch, max_q, words, num_sms=132) == grid
 
 
-@cpu
 @pytest.mark.parametrize(
     ("batch", "words", "name"),
     [(65536, 4, "batch_size"), (1, 65536 * 4096, "pieces per row")],
@@ -364,7 +361,6 @@ def test_a_grid_without_room_is_refused(batch, words, name, module):
         module.plan_grid(batch, 1, words, num_sms=132)
 
 
-@cpu
 @pytest.mark.parametrize(
     ("offset", "columns", "expected"),
     [(0, 8, True), (4, 16, True), (1, 8, False), (0, 6, False)],
@@ -376,7 +372,6 @@ def test_rows_are_vectorizable(offset, columns, expected, module):
     assert module.rows_are_vectorizable(topk) is expected
 
 
-@cpu
 @pytest.mark.parametrize(("topk", "vectorized"), [(2048, True), (2049, False)])
 def test_warmup_covers_what_the_layer_asks_for(topk, vectorized, module):
     config = SimpleNamespace(
@@ -390,7 +385,6 @@ def test_warmup_covers_what_the_layer_asks_for(topk, vectorized, module):
     }
 
 
-@cpu
 def test_a_model_without_topk_warms_up_nothing(module):
     config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=object()))
     assert module.TOPK_MASK_KERNEL.get_warmup_keys(config) == []

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Masked-MHA prefill of sparse MLA: mask contract, mask builder front, layer.
+"""Masked-MHA prefill of sparse MLA: mask contract, dispatch, layer.
 
 Replaces its namesakes in vLLM 0.33.0's module of this name; everything else there
 (metadata, metadata builder, sparse MQA) is upstream's. ``docs/design.md`` states the
-contracts, ``docs/patches.md`` what differs from upstream and why. Contract, builder
-front and layer share this file because upstream's definitions of these names do.
+contracts, ``docs/patches.md`` what differs from upstream and why. The kernels that
+build masks are in ``kernels/attention/dsa``.
 """
 
-import functools
+import itertools
 import math
 import weakref
 from dataclasses import dataclass, replace
@@ -19,6 +19,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
+from vllm.model_executor.kernels.attention.dsa.topk_mask import (
+    TOPK_MASK_ALIGN_BYTES,
+    build_packed_topk_mask,
+)
 from vllm.model_executor.layers.attention import (
     _upstream_sparse_mla_attention as _upstream,
 )
@@ -36,8 +40,7 @@ from vllm.model_executor.layers.attention.sparse_mla_warmup import (
     register_masked_mha_warmup,
 )
 from vllm.platforms import current_platform
-from vllm.triton_utils import tl, triton
-from vllm.utils.import_utils import has_cutedsl
+from vllm.triton_utils import triton
 from vllm.v1.attention.backends.fa_utils import (
     get_flash_attn_version,
     is_fa_version_supported,
@@ -46,9 +49,6 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 logger = init_logger(__name__)
-
-# What FA4's callbacks assume of a mask's base address and outer strides, in bytes.
-TOPK_MASK_ALIGN_BYTES = 16
 
 # (heads over all ranks, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
 MASKED_MHA_MODEL_DIMS = (
@@ -162,298 +162,6 @@ def _check_topk_mask_storage(mask: torch.Tensor, name: str = "mask") -> None:
         )
 
 
-def _check_topk_mask_inputs(
-    topk: torch.Tensor,
-    max_q_len: int,
-    max_seq_len: int,
-    out: torch.Tensor,
-    batch_size: int,
-    num_reserved_words: int,
-) -> None:
-    _check_topk_mask_storage(out, "out")
-    if topk.dtype != torch.int32 or topk.ndim != 2 or topk.stride(-1) != 1:
-        raise ValueError(
-            "topk must be int32 [tokens, topk] with last stride 1, got "
-            f"{topk.dtype}, shape {tuple(topk.shape)}, strides {topk.stride()}"
-        )
-    if topk.device != out.device:
-        raise ValueError(
-            f"topk and out must be on one device, got {topk.device} and {out.device}"
-        )
-    num_words = triton.cdiv(max_seq_len, 32) + num_reserved_words
-    needed = (batch_size, max_q_len, num_words)
-    if any(size > have for size, have in zip(needed, out.shape)):
-        raise ValueError(
-            f"out is too small: batch {batch_size}, max_q_len {max_q_len} and "
-            f"max_seq_len {max_seq_len} need at least {needed} (requests, rows, "
-            f"words), got {tuple(out.shape)}"
-        )
-
-
-@triton.jit
-def _write_topk_row(
-    row_ptr,
-    topk_ptr,
-    num_words,
-    num_topk,
-    last_word,
-    range_start,
-    range_len,
-    BLOCK: tl.constexpr,
-):
-    """Write one mask row: clear it, then set the bits of its top-k.
-
-    Only this program touches the row. The barrier orders the clearing stores before
-    the atomics, which other threads of the program may issue.
-    """
-    offsets = tl.arange(0, BLOCK)
-    for start in range(0, num_words, BLOCK):
-        words = start + offsets
-        value = tl.where(words == num_words - 1, last_word, 0)
-        tl.store(row_ptr + words, value, mask=words < num_words)
-    tl.debug_barrier()
-    for start in range(0, num_topk, BLOCK):
-        slots = start + offsets
-        index = tl.load(topk_ptr + slots, mask=slots < num_topk, other=-1)
-        inside = (index >= 0) & (index >= range_start)
-        key = tl.where(inside, index - range_start, range_len)
-        bit = (1 << (key & 31)).to(tl.int32)
-        tl.atomic_or(
-            row_ptr + (key >> 5),
-            bit,
-            # A range_start below 0 can wrap the difference around.
-            mask=(key >= 0) & (key < range_len),
-            sem="relaxed",
-            scope="cta",
-        )
-
-
-_RUNTIME_SIZES = [
-    "total_q",
-    "mask_batch_stride",
-    "mask_row_stride",
-    "topk_stride",
-    "num_words",
-    "num_topk",
-    "num_keys",
-]
-_RUNTIME_POINTERS = [
-    "topk_ptr",
-    "cu_q_lens_ptr",
-    "key_starts_ptr",
-    "range_starts_ptr",
-    "range_lens_ptr",
-]
-
-
-@triton.jit(
-    do_not_specialize=_RUNTIME_SIZES,
-    do_not_specialize_on_alignment=_RUNTIME_POINTERS,
-)
-def _scatter_topk_kernel(
-    mask_ptr,
-    topk_ptr,
-    cu_q_lens_ptr,
-    key_starts_ptr,
-    range_starts_ptr,
-    range_lens_ptr,
-    total_q,
-    mask_batch_stride,
-    mask_row_stride,
-    topk_stride,
-    num_words,
-    num_topk,
-    num_keys,
-    HAS_KEY_STARTS: tl.constexpr,
-    HAS_RANGE_STARTS: tl.constexpr,
-    HAS_RANGE_LENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid ``(rows, requests)``: one program writes one mask row."""
-    query = tl.program_id(0).to(tl.int64)
-    request = tl.program_id(1).to(tl.int64)
-    q_start = tl.load(cu_q_lens_ptr + request).to(tl.int64)
-    q_end = tl.minimum(tl.load(cu_q_lens_ptr + request + 1), total_q).to(tl.int64)
-    source_row = q_start + query
-    last_word = 0
-    if HAS_KEY_STARTS:
-        last_word = tl.load(key_starts_ptr + request, mask=query == 0, other=0)
-    range_start = 0
-    if HAS_RANGE_STARTS:
-        range_start = tl.load(range_starts_ptr + request)
-    range_len = num_keys
-    if HAS_RANGE_LENS:
-        range_len = tl.load(range_lens_ptr + request)
-    _write_topk_row(
-        mask_ptr + request * mask_batch_stride + query * mask_row_stride,
-        topk_ptr + source_row * topk_stride,
-        num_words,
-        tl.where(source_row < q_end, num_topk, 0),
-        last_word,
-        range_start,
-        tl.minimum(range_len, num_keys),
-        BLOCK,
-    )
-
-
-@triton.jit(
-    do_not_specialize=_RUNTIME_SIZES,
-    do_not_specialize_on_alignment=_RUNTIME_POINTERS,
-)
-def _scatter_topk_single_req_kernel(
-    mask_ptr,
-    topk_ptr,
-    total_q,
-    mask_row_stride,
-    topk_stride,
-    num_words,
-    num_topk,
-    num_keys,
-    BLOCK: tl.constexpr,
-):
-    """Grid ``(rows,)``: one request, whose query count the host knows."""
-    query = tl.program_id(0).to(tl.int64)
-    _write_topk_row(
-        mask_ptr + query * mask_row_stride,
-        topk_ptr + query * topk_stride,
-        num_words,
-        tl.where(query < total_q, num_topk, 0),
-        0,
-        0,
-        num_keys,
-        BLOCK,
-    )
-
-
-_SCATTER_BLOCK = 1024
-
-
-def _build_topk_mask_triton(
-    topk: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    max_q_len: int,
-    max_seq_len: int,
-    out: torch.Tensor,
-    key_starts: torch.Tensor | None,
-    range_starts: torch.Tensor | None,
-    range_lens: torch.Tensor | None,
-) -> None:
-    _scatter_topk_kernel[(max_q_len, cu_q_lens.shape[0] - 1)](
-        out,
-        topk,
-        cu_q_lens,
-        key_starts,
-        range_starts,
-        range_lens,
-        topk.shape[0],
-        out.stride(0),
-        out.stride(1),
-        topk.stride(0),
-        out.shape[2],
-        topk.shape[1],
-        max_seq_len,
-        HAS_KEY_STARTS=key_starts is not None,
-        HAS_RANGE_STARTS=range_starts is not None,
-        HAS_RANGE_LENS=range_lens is not None,
-        BLOCK=_SCATTER_BLOCK,
-    )
-
-
-@functools.cache
-def _use_cutedsl_topk_mask(device_type: str) -> bool:
-    """Whether the CuTe DSL kernel builds masks on this device; says so once."""
-    if device_type != "cuda" or not current_platform.is_cuda():
-        reason = f"{device_type} is not an NVIDIA GPU here"
-    elif not has_cutedsl():
-        reason = "the CuTe DSL is not installed"
-    else:
-        logger.info_once("Sparse MLA top-k masks are built by the CuTe DSL kernel.")
-        return True
-    logger.info_once("Sparse MLA top-k masks are built by Triton: %s.", reason)
-    return False
-
-
-def _build_packed_topk_mask(
-    topk: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    max_q_len: int,
-    max_seq_len: int,
-    out: torch.Tensor,
-    *,
-    key_starts: torch.Tensor | None = None,
-    range_starts: torch.Tensor | None = None,
-    range_lens: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Build the bit-packed masks of all requests in one launch.
-
-    Reads nothing from the device on the host, and allocates nothing.
-
-    Args:
-        topk: int32 ``[tokens, topk]``, the requests' rows one after another; any
-            order, duplicates and -1 anywhere. Row stride free, last stride 1.
-        cu_q_lens: int32 ``[batch + 1]`` on the device, cumulative query lengths.
-        max_q_len: Rows to write for each request; those past its length become 0.
-        max_seq_len: Keys of a row; an index that would set a later bit is dropped.
-        out: int32 ``[>= batch, >= max_q_len, words]``, storage as
-            ``_check_topk_mask_storage`` demands.
-        key_starts: int32 ``[batch]`` on the device, written into the last word of
-            each request's row 0, which must not hold keys.
-        range_starts: int32 ``[batch]`` on the device. Key ``range_starts[b]`` becomes
-            bit 0; earlier keys are dropped.
-        range_lens: int32 ``[batch]`` on the device. Keys from
-            ``range_starts[b] + range_lens[b]`` on are dropped; without it a range ends
-            with the row. Needs ``range_starts``.
-
-    Returns:
-        ``out[:batch, :max_q_len]``, every word of it defined.
-
-    Raises:
-        ValueError: Before any launch, naming the argument.
-    """
-    batch_size = cu_q_lens.shape[0] - 1
-    _check_topk_mask_inputs(
-        topk, max_q_len, max_seq_len, out, batch_size, int(key_starts is not None)
-    )
-    if range_lens is not None and range_starts is None:
-        raise ValueError("range_lens needs range_starts, got None")
-    for name, tensor, size in (
-        ("cu_q_lens", cu_q_lens, batch_size + 1),
-        ("key_starts", key_starts, batch_size),
-        ("range_starts", range_starts, batch_size),
-        ("range_lens", range_lens, batch_size),
-    ):
-        if tensor is not None and (
-            tensor.dtype != torch.int32
-            or tensor.shape != (size,)
-            or tensor.stride(0) != 1
-            or tensor.device != out.device
-        ):
-            raise ValueError(
-                f"{name} must be contiguous int32 of shape ({size},) on {out.device}, "
-                f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-            )
-    view = out[:batch_size, :max_q_len]
-    if view.numel() == 0:
-        return view
-    if _use_cutedsl_topk_mask(out.device.type):
-        from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
-            build_topk_mask_cutedsl as build,
-        )
-    else:
-        build = _build_topk_mask_triton
-    build(
-        topk,
-        cu_q_lens,
-        max_q_len,
-        max_seq_len,
-        out,
-        key_starts,
-        range_starts,
-        range_lens,
-    )
-    return view
-
-
 def _build_topk_mask(
     topk_indices_per_req: list[torch.Tensor],
     q_lens: list[int],
@@ -463,14 +171,13 @@ def _build_topk_mask(
 ) -> torch.Tensor:
     """Build a bit-packed top-k mask from one tensor of top-k rows a request.
 
-    The layer itself calls ``_build_packed_topk_mask``, which needs neither the
-    concatenation nor the copy of the lengths to the device that several requests cost
-    here.
+    The layer itself calls ``build_packed_topk_mask``, which needs neither the
+    concatenation nor the copy of the lengths to the device.
 
     Args:
         topk_indices_per_req: int32 ``[q_lens[b], topk]`` for each request.
         q_lens: Query rows of each request.
-        max_q_len, max_seq_len, out: As for ``_build_packed_topk_mask``.
+        max_q_len, max_seq_len, out: As for ``build_packed_topk_mask``.
 
     Returns:
         ``out[:len(q_lens), :max_q_len]``, never narrowed in its last dimension, so
@@ -479,51 +186,22 @@ def _build_topk_mask(
     Raises:
         ValueError: Before any launch, naming the argument.
     """
-    batch_size = len(q_lens)
-    if len(topk_indices_per_req) != batch_size:
+    found = [len(rows) for rows in topk_indices_per_req]
+    if found != list(q_lens) or max(found, default=0) > max_q_len:
         raise ValueError(
-            f"topk_indices_per_req must have one tensor a request: q_lens has "
-            f"{batch_size}, got {len(topk_indices_per_req)}"
+            "topk_indices_per_req must have one tensor a request, of q_lens rows and "
+            f"at most max_q_len: q_lens is {q_lens}, max_q_len {max_q_len}, "
+            f"the tensors have {found} rows"
         )
-    for request, (rows, q_len) in enumerate(zip(topk_indices_per_req, q_lens)):
-        if rows.shape[0] != q_len or q_len > max_q_len:
-            raise ValueError(
-                f"topk_indices_per_req[{request}] must have q_lens[{request}] rows, at "
-                f"most max_q_len: q_lens has {q_len}, max_q_len is {max_q_len}, "
-                f"got {rows.shape[0]}"
-            )
-    if batch_size == 0:
-        _check_topk_mask_storage(out, "out")
+    _check_topk_mask_storage(out, "out")
+    if not found:
         return out[:0, :max_q_len]
-    if batch_size == 1 and not _use_cutedsl_topk_mask(out.device.type):
-        topk = topk_indices_per_req[0]
-        _check_topk_mask_inputs(topk, max_q_len, max_seq_len, out, batch_size, 0)
-        if max_q_len > 0:
-            _scatter_topk_single_req_kernel[(max_q_len,)](
-                out,
-                topk,
-                q_lens[0],
-                out.stride(1),
-                topk.stride(0),
-                out.shape[2],
-                topk.shape[1],
-                max_seq_len,
-                BLOCK=_SCATTER_BLOCK,
-            )
-        return out[:1, :max_q_len]
-    if len({rows.shape[1:] for rows in topk_indices_per_req}) > 1:
-        raise ValueError(
-            "topk_indices_per_req must agree in topk, got shapes "
-            f"{[tuple(rows.shape) for rows in topk_indices_per_req]}"
-        )
-    topk = (
-        torch.cat(topk_indices_per_req) if batch_size > 1 else topk_indices_per_req[0]
+    rows = topk_indices_per_req
+    topk = rows[0] if len(rows) == 1 else torch.cat(rows)
+    cu_q_lens = torch.tensor(
+        [0, *itertools.accumulate(found)], dtype=torch.int32, device=out.device
     )
-    cu_q_lens = torch.zeros(batch_size + 1, dtype=torch.int32)
-    torch.cumsum(torch.tensor(q_lens, dtype=torch.int32), 0, out=cu_q_lens[1:])
-    return _build_packed_topk_mask(
-        topk, cu_q_lens.to(out.device), max_q_len, max_seq_len, out
-    )
+    return build_packed_topk_mask(topk, cu_q_lens, max_q_len, max_seq_len, out)
 
 
 def _topk_mask_view(
@@ -532,7 +210,8 @@ def _topk_mask_view(
     """The first words of the workspace as a mask.
 
     Raises:
-        ValueError: The workspace has too few words.
+        ValueError: The workspace has too few words, or does not start at a multiple
+            of 16 bytes.
     """
     needed = math.prod(shape)
     if needed > workspace.numel():
@@ -540,7 +219,9 @@ def _topk_mask_view(
             f"topk_mask_workspace must hold {needed} int32 words for a mask of shape "
             f"{shape}, got {workspace.numel()}"
         )
-    return workspace[:needed].view(shape)
+    mask = workspace[:needed].view(shape)
+    _check_topk_mask_storage(mask, "topk_mask_workspace")
+    return mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -662,7 +343,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         ):
             _TOPK_MASK_SOURCES[workspace] = source
             return mask
-        _build_packed_topk_mask(
+        build_packed_topk_mask(
             topk,
             prefill.query_start_loc,
             shape[1],
@@ -689,7 +370,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         shape = _topk_mask_shape(cu_q_lens.shape[0] - 1, max_query_len, max_range_len)
         mask = _topk_mask_view(workspace, shape)
         _TOPK_MASK_SOURCES.pop(workspace, None)
-        _build_packed_topk_mask(
+        build_packed_topk_mask(
             topk, cu_q_lens, shape[1], max_range_len, mask, range_starts=range_starts
         )
         return mask
@@ -715,18 +396,10 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         ``offset`` reads the mask from each request's key start: the one in its reserved
         word, or ``key_starts[b]`` where given.
         """
-        from vllm.model_executor.layers.attention.sparse_mla_mask import (
-            dense_mask_mod,
-            offset_dense_mask_mod,
-        )
+        from vllm.model_executor.layers.attention.sparse_mla_mask import mask_mod_for
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         _check_topk_mask_storage(mask)
-        mask_mod = offset_dense_mask_mod if offset else dense_mask_mod
-        if sm90_masked_mha_enabled():
-            from vllm.vllm_flash_attn.cute.mask import packed_mask_front
-
-            mask_mod = packed_mask_front(mask_mod)
         return flash_attn_varlen_func(
             q=q,
             k=k,
@@ -743,7 +416,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             # does not read exactly. Nothing is lost: at 192/128 FA4 splits only from
             # 8192 keys on, at 256/256 never, and thresholds ask for long queries there.
             num_splits=1,
-            mask_mod=mask_mod,
+            mask_mod=mask_mod_for(offset),
             aux_tensors=[mask] if key_starts is None else [mask, key_starts],
             aux_tensor_leading_dims=[2] if key_starts is None else [2, 0],
             causal=causal,

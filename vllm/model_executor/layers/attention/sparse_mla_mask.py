@@ -16,12 +16,15 @@ passes aux tensors with their natural four-byte alignment, and stride divisibili
 alone leaves four 32-bit loads.
 """
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
-from vllm.model_executor.layers.attention.sparse_mla_attention import (
-    TOPK_MASK_ALIGN_BYTES,
+from vllm.model_executor.kernels.attention.dsa.topk_mask import TOPK_MASK_ALIGN_BYTES
+from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
+    sm90_masked_mha_enabled,
 )
 from vllm.vllm_flash_attn.cute import utils
 
@@ -125,3 +128,17 @@ def offset_dense_mask_mod(
 
 offset_dense_mask_mod.__vec_size__ = 128
 offset_dense_mask_mod.__column_alignment__ = 1
+
+
+def mask_mod_for(offset: bool) -> Callable:
+    """The callback to hand FA4 on this device.
+
+    Args:
+        offset: Whether columns start at a key start, or at key 0.
+    """
+    mask_mod = offset_dense_mask_mod if offset else dense_mask_mod
+    if sm90_masked_mha_enabled():
+        from vllm.vllm_flash_attn.cute.mask import packed_mask_front
+
+        return packed_mask_front(mask_mod)
+    return mask_mod

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.model_executor.layers.attention.mla_attention import get_mla_dims
-from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
-    sm90_masked_mha_enabled,
-)
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 if TYPE_CHECKING:
@@ -98,10 +95,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
         ]
 
     def compile(self, compile_key: CompileKey) -> None:
-        from vllm.model_executor.layers.attention.sparse_mla_mask import (
-            dense_mask_mod,
-            offset_dense_mask_mod,
-        )
+        from vllm.model_executor.layers.attention.sparse_mla_mask import mask_mod_for
         from vllm.vllm_flash_attn.cute.interface import (
             _flash_attn_fwd,
             _make_compile_only_tensor_spec,
@@ -118,11 +112,6 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
         def spec(shape, dtype=compile_key.dtype, align=16, stride=None):
             return _make_compile_only_tensor_spec(shape, dtype, align, stride)
 
-        mask_mod = offset_dense_mask_mod if call.offset else dense_mask_mod
-        if sm90_masked_mha_enabled():
-            from vllm.vllm_flash_attn.cute.mask import packed_mask_front
-
-            mask_mod = packed_mask_front(mask_mod)
         # FA4 takes aux tensors at their natural alignment.
         aux_tensors = [spec((_NUM_REQUESTS, query_len, 4), torch.int32, None)]
         if call.key_starts:
@@ -145,7 +134,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
                 if call.return_lse
                 else None
             ),
-            mask_mod=mask_mod,
+            mask_mod=mask_mod_for(call.offset),
             aux_tensors=aux_tensors,
             aux_tensor_leading_dims=[2, 0][: len(aux_tensors)],
             compile_only=True,

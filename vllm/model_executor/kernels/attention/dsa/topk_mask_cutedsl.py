@@ -513,7 +513,7 @@ def build_topk_mask_cutedsl(
 ) -> None:
     """Write the rows ``out[:B, :max_q_len]`` of a bit-packed mask in one launch.
 
-    The arguments are taken as validated by `_build_packed_topk_mask`.
+    The arguments are taken as validated by `build_packed_topk_mask`.
 
     Args:
         topk: ``[total_q, topk]`` int32, unit last stride, any row stride.
