@@ -31,7 +31,6 @@ before anything is traced, so it does not raise.
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -54,19 +53,13 @@ PACKED_VEC_SIZE = 128
 _WORDS_PER_CALL = PACKED_VEC_SIZE // 32
 
 
-def _source_digest(func: Callable) -> bytes:
-    """Digest of the whole file that defines ``func``, its helpers included."""
-    source = Path(inspect.getsourcefile(inspect.unwrap(func)) or "")
-    return hashlib.sha256(source.read_bytes()).digest() if source.is_file() else b""
-
-
 @functools.cache
 def packed_mask_front(mask_mod: Callable) -> Callable:
     """Return what to hand to FA4 as ``mask_mod`` on SM90 for a packed callback.
 
     FA4 refuses ``__vec_size__`` above 1 on SM90 and keys its compilation caches by
     a hash of the callback. The front has no ``__vec_size__`` and a hash of its own,
-    made from the callback's hash, the file that defines it and this file.
+    made from the callback's hash and this file.
 
     Args:
         mask_mod: Callback with ``__vec_size__ == 128`` and ``__column_alignment__``
@@ -99,7 +92,6 @@ def packed_mask_front(mask_mod: Callable) -> Callable:
 
     digest = hashlib.sha256(b"packed mask front")
     digest.update(utils.hash_callable(mask_mod).encode())
-    digest.update(_source_digest(mask_mod))
     digest.update(Path(__file__).read_bytes())
     name = getattr(mask_mod, "__name__", "mask_mod")
     front.__name__ = front.__qualname__ = f"packed_{name}"

@@ -99,7 +99,7 @@ def test_only_the_switch_on_sm90_changes_anything(on_device, family, switch, ena
 def test_without_the_packed_branch_the_switch_warns_and_does_nothing(
     on_device, monkeypatch, fa4_mask
 ):
-    """So it is where the switch was set after the plugin ran, or FA4 not patched."""
+    """FA4 may be unpatched, or the switch set when its module was loaded already."""
     on_device(90, "1", fa4_mask)
     warned = []
     monkeypatch.setattr(

@@ -6,6 +6,9 @@ The expected bits come from the boolean grid that NumPy packed, by plain slicing
 past the last key are ones: a callback that strayed into them would show it.
 """
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -92,3 +95,26 @@ def test_offset_callback_from_a_second_tensor(mask_mods, grid, start):
 def test_both_answer_with_128_keys_a_call(mask_mods):
     assert mask_mods.dense_mask_mod.__vec_size__ == 128
     assert mask_mods.offset_dense_mask_mod.__vec_size__ == 128
+
+
+LOADER = "cute.autovec_copy(source, words)"
+
+
+@pytest.mark.stock_fails("stock's callbacks have no hash of their file")
+def test_fa4_knows_a_callback_by_all_of_its_file(mask_mods, tmp_path):
+    """Else FA4's kernel cache on disk would serve a kernel with the old loader."""
+    from vllm.vllm_flash_attn.cute.utils import hash_callable
+
+    names = ("dense_mask_mod", "offset_dense_mask_mod")
+    source = Path(mask_mods.__file__).read_text()
+    assert source.count(LOADER) == 1
+    hashes = []
+    for text in (source, source.replace(LOADER, f"{LOADER}  # changed")):
+        path = tmp_path / f"callbacks_{len(hashes)}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        copy = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copy)
+        hashes.append([hash_callable(getattr(copy, name)) for name in names])
+    assert hashes[0] == [hash_callable(getattr(mask_mods, name)) for name in names]
+    assert len({*hashes[0], *hashes[1]}) == 4
