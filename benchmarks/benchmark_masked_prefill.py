@@ -116,6 +116,7 @@ def measure(step: Step, kind: str, repeat: int, backends: dict[str, type]) -> li
     launches = {name: lambda i, way=way: way() for name, way in ways.items()}
     timings = time_interleaved(launches, calls, repeat)
     masked_us = timings[MASKED].median_us if MASKED in timings else math.nan
+    properties = torch.cuda.get_device_properties(0)
     rows = []
     for name, timing in timings.items():
         low, high = timing.spread_us
@@ -132,6 +133,7 @@ def measure(step: Step, kind: str, repeat: int, backends: dict[str, type]) -> li
                 "batch": str(step.batch),
                 "queries": step.queries,
                 "context": step.keys - step.queries,
+                "chunks": prefill.num_chunks,
                 "top-k rows": kind,
                 "way": name,
                 "median us": timing.median_us,
@@ -144,6 +146,7 @@ def measure(step: Step, kind: str, repeat: int, backends: dict[str, type]) -> li
                 "relative difference": f"{differences[name]:.1e}",
                 "samples": len(timing.samples),
                 "calls a sample": calls,
+                "multiprocessors": properties.multi_processor_count,
             }
         )
     return rows

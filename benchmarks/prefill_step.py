@@ -381,6 +381,12 @@ class Prefill:
                 kv_cache_dtype=self.step.kv_cache_dtype,
             )
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in which the cached tokens are gathered."""
+        context = self.prefill.chunked_context
+        return 0 if context is None else len(context.chunks)
+
     def masks_fit(self) -> bool:
         """Whether vLLM's mask workspace has room for the batch."""
         layer = importlib.import_module(LAYER_MODULE)
