@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from pprint import pformat
 
-from prefill_batches import parse_batch
+from prefill_batches import Batch, parse_batch
 
 MASKED = "masked MHA"
 STOCK_MASKED = "stock masked MHA"
@@ -79,22 +79,24 @@ def derive_thresholds(rows: Sequence[dict]) -> Table:
     return table
 
 
-def to_json(table: Table) -> dict:
-    """The table with text as keys and lists in place of tuples."""
-    return {
-        "/".join(map(str, dims)): {
-            backend: {
-                str(ranks): [[list(r) for r in ranges] for ranges in pair]
-                for ranks, pair in sizes.items()
-            }
-            for backend, sizes in backends.items()
-        }
-        for dims, backends in table.items()
-    }
+def table_admits(
+    table: Table, dims: str, backend: str, ranks: int, batch: Batch
+) -> bool:
+    """Whether masked MHA runs by the table, asked as vLLM asks it.
+
+    That is by the longest query and the longest sequence alone.
+    """
+    key = tuple(map(int, dims.split("/")))
+    pure, context = table.get(key, {}).get(backend, {}).get(ranks, ((), ()))
+    longest = max(batch.seq_lens)
+    for max_seq_len, min_query_len in context if any(batch.context_lens) else pure:
+        if longest <= max_seq_len:
+            return max(batch.query_lens) >= min_query_len
+    return False
 
 
 def to_source(table: Table) -> str:
-    """The table as Python, to put into ``sparse_mla_sm90``."""
+    """The table as Python, for people."""
     return pformat(table, width=88, sort_dicts=False)
 
 

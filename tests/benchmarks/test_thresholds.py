@@ -3,16 +3,16 @@
 """Thresholds derived from made-up layer steps."""
 
 import ast
-import json
 
 import pytest
+from prefill_batches import parse_batch
 from thresholds import (
     MASKED,
     RATIO,
     STOCK_MASKED,
     crossovers,
     derive_thresholds,
-    to_json,
+    table_admits,
     to_source,
 )
 
@@ -82,11 +82,29 @@ def test_backends_and_sizes_are_apart():
     }
 
 
-def test_printed_forms_hold_the_table():
+def test_printed_form_holds_the_table():
     table = derive_thresholds(make_rows(pure(n4096=2.0) | {(1024, 7168): 1.2}))
     assert ast.literal_eval(to_source(table)) == table
-    as_json = json.loads(json.dumps(to_json(table)))
-    assert as_json == {"192/128": {BACKEND: {"8": [[[4096, 0]], [[8192, 1024]]]}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "admitted"),
+    [
+        ("q4096", True),
+        ("q4097", False),
+        ("q1024s8192", True),
+        ("q1023s8192", False),
+        ("q1024s8193", False),
+        # The longest query and the longest sequence decide, whoever they belong to.
+        ("q1024,30q16s8192", True),
+        ("q1024,q16s8193", False),
+    ],
+)
+def test_table_is_asked_as_vllm_asks(text, admitted):
+    table = derive_thresholds(make_rows(pure(n4096=2.0) | {(1024, 7168): 1.2}))
+    batch = parse_batch(text)
+    assert table_admits(table, "192/128", BACKEND, 8, batch) == admitted
+    assert not table_admits(table, "192/128", BACKEND, 4, batch)
 
 
 @pytest.mark.parametrize(

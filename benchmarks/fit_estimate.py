@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Fit the coefficients of the prefill estimate to measured steps, and judge it.
+
+    python3 benchmarks/fit_estimate.py docs/results/prefill-fit-h200*.csv
+
+The files are those of ``benchmark_masked_prefill.py --preset fit``. Coefficients are
+at least 0 and make the squares of relative errors least. Every fourth batch is kept
+from the fit, and only those are reported on: median and worst relative error of each
+way, and the regret, which is the time lost against always taking the better way, of
+the estimate, of vLLM's kind of table (derived from the files of ``--table``), of masked
+MHA always and of sparse MQA always.
+"""
+
+import argparse
+import json
+import statistics
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from bench_common import print_table
+from prefill_batches import Batch, parse_batch
+from result_tables import read_rows
+from thresholds import MASKED, STOCK_MASKED, derive_thresholds, table_admits
+
+from vllm_sparse_mla.testing.stock import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+estimate = load_file(
+    ROOT / "vllm/model_executor/layers/attention/sparse_mla_estimate.py"
+)
+DIGITS = 4  # of a coefficient
+
+
+@dataclass
+class Measured:
+    """One step, and how long each way took.
+
+    Attributes:
+        dims: head dimensions of Q and K, and of V, as the CSV has them.
+        ranks: tensor-parallel size.
+        heads: of the rank.
+        topk: keys that a query selects.
+        kv_cache_dtype: as vLLM spells it.
+        batch: the requests.
+        num_chunks: chunks in which the cached tokens were gathered.
+        num_sms: multiprocessors of the GPU.
+        median_us: by way.
+    """
+
+    dims: str
+    ranks: int
+    heads: int
+    topk: int
+    kv_cache_dtype: str
+    batch: Batch
+    num_chunks: int
+    num_sms: int
+    median_us: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is kept from the fit, as it is with every head count and top-k."""
+        return zlib.crc32(str(self.batch).encode()) % 4 == 0
+
+    @property
+    def backends(self) -> list[str]:
+        """The backends whose sparse MQA was measured beside masked MHA."""
+        if MASKED not in self.median_us:
+            return []
+        return [way for way in self.median_us if way not in (MASKED, STOCK_MASKED)]
+
+    def terms(self, way: str) -> tuple[float, ...]:
+        masked, sparse = estimate.prefill_terms(
+            self.batch.query_lens,
+            self.batch.context_lens,
+            self.num_chunks,
+            self.heads,
+            self.topk,
+            self.num_sms,
+        )
+        return masked if way == MASKED else sparse
+
+
+def read_measured(rows: Iterable[dict]) -> list[Measured]:
+    """Steps from rows of ``benchmark_masked_prefill.py``."""
+    found: dict[tuple, Measured] = {}
+    for row in rows:
+        names = ("dims", "ranks", "heads", "top-k", "kv cache", "batch", "chunks")
+        key = tuple(row[name] for name in (*names, "multiprocessors"))
+        dims, ranks, heads, topk, kv_cache_dtype, batch, chunks, num_sms = key
+        if key not in found:
+            found[key] = Measured(
+                dims,
+                int(ranks),
+                int(heads),
+                int(topk),
+                kv_cache_dtype,
+                parse_batch(batch),
+                int(chunks),
+                int(num_sms),
+            )
+        found[key].median_us[row["way"]] = float(row["median us"])
+    return list(found.values())
+
+
+def least_squares(terms: np.ndarray) -> np.ndarray:
+    """Coefficients with which every row of terms comes nearest to 1; none negative.
+
+    What would be negative is left out, the worst first.
+
+    Args:
+        terms: `[rows, terms]`, none negative.
+    """
+    sizes = terms.max(axis=0)
+    used = np.flatnonzero(sizes)
+    while True:
+        scaled = terms[:, used] / sizes[used]
+        solution = np.linalg.lstsq(scaled, np.ones(len(terms)))[0]
+        if solution.min() >= 0:
+            break
+        used = np.delete(used, solution.argmin())
+    coefficients = np.zeros(len(sizes))
+    coefficients[used] = solution / sizes[used]
+    return coefficients
+
+
+def fit(gpu: str, steps: Sequence[Measured]) -> dict:
+    """Coefficients as `make_estimate` takes them.
+
+    Args:
+        gpu: name of the one that the steps were measured on.
+        steps: those to fit to.
+    """
+    groups: dict[tuple[str, str, str], list[Measured]] = {}
+    for step in steps:
+        for way in step.median_us:
+            if way != STOCK_MASKED:
+                key = (step.dims, way, step.kv_cache_dtype)
+                groups.setdefault(key, []).append(step)
+    microseconds: dict = {}
+    for (dims, way, kv_cache_dtype), group in sorted(groups.items()):
+        names = (
+            estimate.MASKED_MHA_TERMS if way == MASKED else estimate.SPARSE_MQA_TERMS
+        )
+        times = np.array([step.median_us[way] for step in group])
+        relative = np.array([step.terms(way) for step in group]) / times[:, None]
+        by_dtype = microseconds.setdefault(dims, {}).setdefault(way, {})
+        by_dtype[kv_cache_dtype] = {
+            name: float(f"{value:.{DIGITS}g}")
+            for name, value in zip(names, least_squares(relative))
+        }
+    (num_sms,) = {step.num_sms for step in steps}
+    return {"gpu": gpu, "multiprocessors": num_sms, "microseconds": microseconds}
+
+
+def estimated_us(costs: dict, step: Measured, backend: str) -> tuple[float, float]:
+    """Masked MHA and sparse MQA of a step, as a server would estimate them."""
+    qk_head_dim, v_head_dim = map(int, step.dims.split("/"))
+    return estimate.make_estimate(
+        costs,
+        qk_head_dim,
+        v_head_dim,
+        backend,
+        step.kv_cache_dtype,
+        step.heads,
+        step.topk,
+    ).microseconds(step.batch.query_lens, step.batch.context_lens, step.num_chunks)
+
+
+def errors(costs: dict, steps: Sequence[Measured]) -> list[dict]:
+    """Median and worst relative error of each way."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for step in steps:
+        for backend in step.backends:
+            both = estimated_us(costs, step, backend)
+            for way, us in zip((MASKED, backend), both):
+                error = us / step.median_us[way] - 1
+                key = (step.dims, way, step.kv_cache_dtype)
+                found.setdefault(key, []).append(error)
+    return [
+        {
+            "dims": dims,
+            "way": way,
+            "KV cache": kv_cache_dtype,
+            "steps": len(values),
+            "median error %": 100 * statistics.median(map(abs, values)),
+            "worst error %": 100 * max(values, key=abs),
+        }
+        for (dims, way, kv_cache_dtype), values in sorted(found.items())
+    ]
+
+
+def regrets(costs: dict, table: dict, steps: Sequence[Measured]) -> list[dict]:
+    """Time lost by each rule against always taking the better way."""
+    rules = {
+        "estimate": lambda step, backend: (
+            (both := estimated_us(costs, step, backend))[0] < both[1]
+        ),
+        "table": lambda step, backend: table_admits(
+            table, step.dims, backend, step.ranks, step.batch
+        ),
+        "always masked MHA": lambda step, backend: True,
+        "always sparse MQA": lambda step, backend: False,
+    }
+    rows = []
+    for name, takes_masked in rules.items():
+        taken = best = 0.0
+        worst, where = 0.0, ""
+        for step in steps:
+            for backend in step.backends:
+                masked, sparse = step.median_us[MASKED], step.median_us[backend]
+                time = masked if takes_masked(step, backend) else sparse
+                better = min(masked, sparse)
+                taken, best = taken + time, best + better
+                if time / better > worst:
+                    worst = time / better
+                    where = f"{step.dims}, {step.heads} heads, top-k {step.topk}, "
+                    where += f"{backend}: {step.batch}"
+        rows.append(
+            {
+                "rule": name,
+                "regret %": 100 * (taken / best - 1),
+                "worst step / better way": worst,
+                "worst step": where,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="CSV files to fit to")
+    parser.add_argument("--table", nargs="+", type=Path, default=[], metavar="CSV")
+    parser.add_argument("--json", type=Path, help="file for the coefficients")
+    args = parser.parse_args()
+    rows = read_rows(args.files)
+    steps = read_measured(rows)
+    costs = fit(rows[0]["gpu"], [step for step in steps if not step.is_kept])
+    kept = [step for step in steps if step.is_kept]
+    print_table(f"Errors on the {len(kept)} kept steps", errors(costs, kept))
+    table = derive_thresholds(read_rows(args.table))
+    print_table("Regret on the kept steps", regrets(costs, table, kept))
+    if args.json is not None:
+        args.json.write_text(json.dumps(costs, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The work of both ways, counted one by one."""
+
+import pytest
+
+from vllm.model_executor.layers.attention.sparse_mla_estimate import (
+    MASKED_MHA,
+    MASKED_MHA_TERMS,
+    SPARSE_MQA_TERMS,
+    make_estimate,
+    prefill_terms,
+)
+
+TOPK, SMS = 512, 132
+BATCHES = [
+    pytest.param([(1, 0)], id="one token"),
+    pytest.param([(128, 0)], id="tile"),
+    pytest.param([(129, 0), (4096, 0)], id="two prompts"),
+    pytest.param([(16, 14000)] * 30 + [(4096, 0)], id="continuations"),
+    pytest.param([(300, 500), (600, 511), (7, 512), (5, 100)], id="around the top-k"),
+]
+
+
+def count(requests, num_chunks, num_heads):
+    """Terms by name, from their definition."""
+    queries = sum(q for q, _ in requests)
+    context = sum(c for _, c in requests)
+    visible = [c + i + 1 for q, c in requests for i in range(q)]
+    tiles = [-(-q // 128) for q, _ in requests]
+    suffix = sum(row + 1 for n in tiles for row in range(n)) * num_heads
+    cached = sum(n * c / 128 for n, (_, c) in zip(tiles, requests)) * num_heads
+    longest = max(q + c for q, c in requests)
+    head_tiles = (num_heads + 63) // 64
+    masked = {
+        "launches": 1,
+        "new tokens x heads": queries * num_heads,
+        "suffix blocks": max(max(tiles), suffix / SMS),
+        "chunks": num_chunks,
+        "cached tokens": context,
+        "cached tokens x heads": context * num_heads,
+        "context blocks": max(max(c for _, c in requests) / 128, cached / SMS),
+        "merged tokens x heads": queries * num_heads if num_chunks else 0,
+        "mask words": len(requests) * max(tiles) * 128 * longest / 32,
+    }
+    sparse = {
+        "launches": 1,
+        "tokens x heads": queries * num_heads,
+        "tokens x head tiles": queries * head_tiles,
+        "pairs x head tiles": sum(min(TOPK, n) for n in visible) * head_tiles,
+        "far pairs x head tiles": sum(q * (q + c) for q, c in requests)
+        * TOPK
+        * head_tiles,
+        "tokens of all sequences": queries + context,
+    }
+    return masked, sparse
+
+
+@pytest.mark.parametrize("num_heads", [8, 64, 65, 128])
+@pytest.mark.parametrize("requests", BATCHES)
+def test_terms_are_what_they_are_called(requests, num_heads):
+    query_lens, context_lens = map(list, zip(*requests))
+    num_chunks = int(any(context_lens))
+    terms = prefill_terms(query_lens, context_lens, num_chunks, num_heads, TOPK, SMS)
+    expected = count(requests, num_chunks, num_heads)
+    for names, found, by_name in zip(
+        (MASKED_MHA_TERMS, SPARSE_MQA_TERMS), terms, expected
+    ):
+        assert dict(zip(names, found, strict=True)) == pytest.approx(by_name)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens"), [([], []), ([5, -1], [0, 0]), ([5], [-1])]
+)
+def test_impossible_lengths_are_refused(query_lens, context_lens):
+    with pytest.raises(ValueError, match="without negative lengths"):
+        prefill_terms(query_lens, context_lens, 0, 8, TOPK, SMS)
+
+
+def test_microseconds_are_coefficients_times_terms():
+    ways = {
+        MASKED_MHA: {"auto": {name: 0.0 for name in reversed(MASKED_MHA_TERMS)}},
+        "A_BACKEND": {"auto": {name: 0.0 for name in SPARSE_MQA_TERMS}},
+    }
+    ways[MASKED_MHA]["auto"] |= {"launches": 7.0, "cached tokens": 0.5}
+    ways["A_BACKEND"]["auto"] |= {"tokens x head tiles": 2.0}
+    costs = {"gpu": "a GPU", "multiprocessors": SMS, "microseconds": {"192/128": ways}}
+    estimate = make_estimate(costs, 192, 128, "A_BACKEND", "bfloat16", 128, TOPK)
+    assert estimate.microseconds([10, 20], [100, 0], 1) == (57.0, 120.0)
