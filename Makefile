@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-# make run: the main job; make test: the CPU test suite; make lint: the linter.
+# make run: the main job; make test: the CPU test suite; make test-gpu: what it leaves to
+# an NVIDIA GPU; make lint: the linter.
 # Each sets up .venv where needed (minutes the first time); ARGS go to the command.
 
 PYTHON ?= python3
@@ -8,13 +9,18 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 
-.PHONY: run test test-stock lint codegen-latest
+.PHONY: run test test-gpu test-stock lint codegen-latest
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# On Hopper masked MHA has to be asked for; elsewhere the switch changes no dispatch.
+test-gpu: export VLLM_SPARSE_MLA_SM90 = 1
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest --gpu -rs $(ARGS)
 
 # The tests that would run in vLLM's own CI, against vLLM without the overlay.
 test-stock: $(INSTALLED)

@@ -36,15 +36,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run against vLLM without the overlay; tests marked stock_fails must fail",
     )
+    parser.addoption(
+        "--gpu",
+        action="store_true",
+        help="run what a GPU decides: tests marked gpu, and tests that put tensors on "
+        "whatever device there is; without an NVIDIA GPU an error",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--gpu") and not HAS_GPU:
+        raise pytest.UsageError("--gpu needs an NVIDIA GPU, and there is none here")
     if config.getoption("--stock"):
         # A test that makes vLLM load its plugins gets none either.
         os.environ["VLLM_PLUGINS"] = ""
     else:
         from vllm_sparse_mla.plugin import register
 
+        os.environ["VLLM_SPARSE_MLA_STRICT"] = "1"
         register()
     if not HAS_GPU:
         import vllm.utils.torch_utils
@@ -60,10 +69,18 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"sparse MLA: {overlay}, {device}"
 
 
+def _a_gpu_decides(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("gpu")) or "device" in item.fixturenames
+
+
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     stock = config.getoption("--stock")
+    if config.getoption("--gpu"):
+        left_out = [item for item in items if not _a_gpu_decides(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _a_gpu_decides(item)]
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
