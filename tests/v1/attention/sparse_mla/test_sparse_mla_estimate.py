@@ -8,8 +8,12 @@ from vllm.model_executor.layers.attention.sparse_mla_estimate import (
     MASKED_MHA,
     MASKED_MHA_TERMS,
     SPARSE_MQA_TERMS,
+    PrefillEstimate,
+    admitted_lengths,
+    last_parts,
     make_estimate,
     prefill_terms,
+    whole_prompts,
 )
 
 TOPK, SMS = 512, 132
@@ -87,3 +91,37 @@ def test_microseconds_are_coefficients_times_terms():
     costs = {"gpu": "a GPU", "multiprocessors": SMS, "microseconds": {"192/128": ways}}
     estimate = make_estimate(costs, 192, 128, "A_BACKEND", "bfloat16", 128, TOPK)
     assert estimate.microseconds([10, 20], [100, 0], 1) == (57.0, 120.0)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "first", "last"),
+    [
+        ((), 513, 100000),
+        (((513, 100000),), 513, 100000),
+        (((1, 1),), 1, 1),
+        (((513, 17389),), 513, 131072),
+        (((1234, 131072),), 513, 131072),
+        (((700, 3001), (9000, 70001)), 513, 131072),
+    ],
+)
+def test_lengths_are_found_exactly(ranges, first, last):
+    asked = []
+
+    def pays(length):
+        asked.append(length)
+        return any(low <= length <= high for low, high in ranges)
+
+    assert admitted_lengths(pays, first, last) == ranges
+    assert first <= min(asked) and max(asked) <= last and len(asked) < 250
+
+
+def test_a_prompt_alone_is_asked_for():
+    def estimate(masked_us, sparse_us):
+        return PrefillEstimate("a GPU", SMS, 8, TOPK, masked_us, sparse_us)
+
+    launches = (100.0, *[0.0] * (len(MASKED_MHA_TERMS) - 1))
+    by_token = (0.0, 0.01, *[0.0] * (len(SPARSE_MQA_TERMS) - 2))
+    # 100 us against 0.08 us a token.
+    assert whole_prompts(estimate(launches, by_token), 9000) == ((1251, 9000),)
+    assert last_parts(estimate(launches, by_token), 3000) == ((1251, 2999),)
+    assert whole_prompts(estimate(by_token + (0.0,) * 3, by_token), 9000) == ()

@@ -7,7 +7,8 @@ microseconds that were fitted to measurements of one GPU. Terms are made of what
 metadata has on the host; heads of the rank and top-k are inputs like the lengths.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, mul
 from typing import Any
@@ -186,3 +187,56 @@ def make_estimate(
     return PrefillEstimate(
         costs["gpu"], costs["multiprocessors"], num_heads, topk, *found
     )
+
+
+def admitted_lengths(
+    pays: Callable[[int], bool], first: int, last: int
+) -> tuple[tuple[int, int], ...]:
+    """Where something pays, among lengths from `first` to `last`, both included.
+
+    Asked at 16 lengths an octave; where the answer changes, the length is found
+    exactly. What changes back between two of them is not seen.
+    """
+    asked = [first]
+    while asked[-1] < last:
+        asked.append(min(last, asked[-1] + max(1, asked[-1] // 16)))
+    answers = list(map(pays, asked))
+    ranges = []
+    start = first if answers[0] else None
+    for low, high, before, after in zip(asked, asked[1:], answers, answers[1:]):
+        if before != after:
+            change = bisect_left(range(low, high + 1), True, key=_differs(pays, before))
+            if after:
+                start = low + change
+            else:
+                ranges.append((start, low + change - 1))
+    if answers[-1]:
+        ranges.append((start, last))
+    return tuple(ranges)
+
+
+def _differs(pays: Callable[[int], bool], answer: bool) -> Callable[[int], bool]:
+    return lambda length: pays(length) != answer
+
+
+def whole_prompts(estimate: PrefillEstimate, last: int) -> tuple[tuple[int, int], ...]:
+    """Lengths of a prompt, computed alone in one step, that take masked MHA.
+
+    From past the top-k, up to which dense MHA serves, to `last`.
+    """
+
+    def pays(length: int) -> bool:
+        masked, sparse = estimate.microseconds([length], [0], 0)
+        return masked < sparse
+
+    return admitted_lengths(pays, estimate.topk + 1, last)
+
+
+def last_parts(estimate: PrefillEstimate, seq_len: int) -> tuple[tuple[int, int], ...]:
+    """How many new tokens, of `seq_len` in all, take masked MHA in a step alone."""
+
+    def pays(length: int) -> bool:
+        masked, sparse = estimate.microseconds([length], [seq_len - length], 1)
+        return masked < sparse
+
+    return admitted_lengths(pays, 1, seq_len - 1)
