@@ -84,9 +84,7 @@ def make_builders() -> dict[str, Callable]:
         stock._build_topk_mask([topk], [length], length, length, out)
 
     def build_triton(topk, cu_q_lens, length, out):
-        ours.build_topk_mask_triton(
-            topk, cu_q_lens, length, length, out, None, None, None
-        )
+        ours.build_topk_mask_triton(topk, cu_q_lens, length, length, out)
 
     def build_cutedsl(topk, cu_q_lens, length, out):
         ours.build_packed_topk_mask(topk, cu_q_lens, length, length, out)
@@ -105,9 +103,11 @@ def warm_up_cutedsl() -> None:
 
 
 def make_inputs(length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k rows of one request, in any order, and its cumulative length."""
-    topk = torch.randint(length, (length, TOPK), dtype=torch.int32, device=device)
-    return topk, torch.tensor([0, length], dtype=torch.int32, device=device)
+    """Top-k rows of one request, keys up to the query in any order, and its lengths."""
+    visible = torch.arange(1, length + 1, device=device)[:, None]
+    topk = (torch.rand(length, TOPK, device=device) * visible).int()
+    cu_q_lens = torch.tensor([0, length], dtype=torch.int32, device=device)
+    return topk.minimum(visible.int() - 1), cu_q_lens
 
 
 def is_correct(topk: torch.Tensor, out: torch.Tensor, length: int) -> bool:

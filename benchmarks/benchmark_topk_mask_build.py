@@ -102,6 +102,7 @@ class Case:
     topk: list[torch.Tensor]
     outs: list[torch.Tensor]
     cu_q_lens: torch.Tensor
+    context_lens: torch.Tensor
     q_lens: list[int]
     num_bytes: int
     per_request: list[list[torch.Tensor]] = field(init=False)
@@ -132,6 +133,10 @@ def make_case(shape: Shape, kind: str, topk: int, mask_shape: Callable, device) 
         ],
         cu_q_lens=torch.tensor(
             [0, *itertools.accumulate(q_lens)], dtype=torch.int32, device=device
+        ),
+        # Every key may come before the queries: none is dropped.
+        context_lens=torch.full(
+            (shape.requests,), shape.keys, dtype=torch.int32, device=device
         ),
         q_lens=q_lens,
         num_bytes=num_bytes,
@@ -170,12 +175,16 @@ def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], o
 
     def triton(i: int) -> object:
         return ours.build_topk_mask_triton(
-            case.topk[i], case.cu_q_lens, *sizes, case.outs[i], None, None, None
+            case.topk[i], case.cu_q_lens, *sizes, case.outs[i], case.context_lens
         )
 
     def front(i: int) -> object:
         return ours.build_packed_topk_mask(
-            case.topk[i], case.cu_q_lens, *sizes, case.outs[i]
+            case.topk[i],
+            case.cu_q_lens,
+            *sizes,
+            case.outs[i],
+            context_lens=case.context_lens,
         )
 
     variants = {"stock": stock, "triton": triton, "cutedsl": front}
@@ -189,7 +198,12 @@ def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], o
 def launch_tuned(kernel, case: Case, i: int) -> object:
     """Build the mask in buffer `i` with a kernel of `tuned_kernel`."""
     return kernel(
-        case.topk[i], case.cu_q_lens, case.max_q_len, case.shape.keys, case.outs[i]
+        case.topk[i],
+        case.cu_q_lens,
+        case.max_q_len,
+        case.shape.keys,
+        case.outs[i],
+        case.context_lens,
     )
 
 

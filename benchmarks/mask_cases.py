@@ -194,9 +194,6 @@ class Inputs:
 
     def _mask(self, start: int, device) -> torch.Tensor:
         """Storage of the mask, `start` unset keys in front of the case's."""
-        from vllm.model_executor.kernels.attention.dsa.topk_mask import (
-            build_packed_topk_mask,
-        )
         from vllm.model_executor.layers.attention import sparse_mla_attention as layer
 
         case, reserve = self.case, self.case.offset and start > 0
@@ -212,17 +209,16 @@ class Inputs:
                 words = _first_bits(start + counts, shape[2])
                 words &= ~_first_bits(torch.full_like(counts, start), shape[2])
                 mask[request, : len(counts)] = words
-            if reserve:
-                mask[:, 0, -1] = start
-            return mask
-        # The same rows whatever `start` is.
-        torch.manual_seed(0)
-        rows = torch.cat([topk_rows(counts, case.mask) for counts in visible])
-        rows = torch.where(rows < 0, rows, rows + start)
-        starts = torch.full((case.requests,), start, dtype=torch.int32, device=device)
-        build_packed_topk_mask(
-            rows, self.cu_q, longest, keys, mask, key_starts=starts if reserve else None
-        )
+        else:
+            # The same rows whatever `start` is.
+            torch.manual_seed(0)
+            rows = torch.cat([topk_rows(counts, case.mask) for counts in visible])
+            rows = torch.where(rows < 0, rows, rows + start)
+            layer._build_topk_mask(
+                list(rows.split(case.q_lens)), case.q_lens, longest, keys, mask
+            )
+        if reserve:
+            mask[:, 0, -1] = start
         return mask
 
 

@@ -62,7 +62,7 @@ def test_longest_sequences_fill_the_workspace(model):
     for row in report.workspace:
         for batch_size, longest in row.longest_sequence.items():
             fits, exceeds = (
-                math.prod(layer._topk_mask_shape(batch_size, row.query_len, n, True))
+                math.prod(layer._topk_mask_shape(batch_size, row.query_len, n))
                 for n in (longest, longest + 1)
             )
             assert fits <= words < exceeds

@@ -207,7 +207,6 @@ class PrefillCheck:
             len(prefill.query_lens_cpu),
             prefill.max_query_len,
             step.metadata.prefill_max_seq_len,
-            reserve_key_starts_word=path != NO_CONTEXT,
         )
         numel = math.prod(shape) - (1 if path == PER_RANGE else 0)
         return torch.full((numel,), -1, dtype=torch.int32, device=self.run.device)

@@ -184,8 +184,7 @@ def _workspace_rows(workspace_bytes: int) -> tuple[WorkspaceRow, ...]:
         for batch_size in _BATCH_SIZES:
             _, padded, group = layer_module._topk_mask_shape(batch_size, query_len, 1)
             groups = workspace_bytes // 4 // (batch_size * padded * group)
-            # One word is reserved for the key start.
-            longest[batch_size] = max(0, 32 * (groups * group - 1))
+            longest[batch_size] = 32 * groups * group
         rows.append(WorkspaceRow(query_len, longest))
     return tuple(rows)
 

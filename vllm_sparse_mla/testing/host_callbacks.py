@@ -99,7 +99,10 @@ def columns_kept(
 
 
 def attend_on_host(**kwargs: Any) -> Any:
-    """FA4 on the host: its callback decides, the reference attends."""
+    """FA4 on the host: its callback decides, the reference attends.
+
+    As in FA4's SM90 kernel, no diagonal is applied beside the callback.
+    """
     kept = columns_kept(
         kwargs["mask_mod"],
         kwargs["aux_tensors"],
@@ -111,6 +114,9 @@ def attend_on_host(**kwargs: Any) -> Any:
         """Stand for "the mask of the columns themselves"."""
 
     plain = dict(
-        mask_mod=dense_mask_mod, aux_tensors=[kept], aux_tensor_leading_dims=[2]
+        mask_mod=dense_mask_mod,
+        aux_tensors=[kept],
+        aux_tensor_leading_dims=[2],
+        causal=False,
     )
     return reference.flash_attn_varlen_func(**kwargs | plain)

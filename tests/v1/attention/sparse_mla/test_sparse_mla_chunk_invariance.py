@@ -34,9 +34,7 @@ def run_in_steps(world, places, chunk_rows, fits):
     outputs = []
     for start, stop in zip(bounds, bounds[1:]):
         spans = [(0, start, stop)]
-        words = world.whole_mask_words(spans)
-        if start and not fits:
-            words -= 1
+        words = world.whole_mask_words(spans, fits or not start)
         step = world.step(spans, chunk_rows=chunk_rows, mask_words=words)
         outputs.append(world.run(step))
     return torch.cat(outputs)

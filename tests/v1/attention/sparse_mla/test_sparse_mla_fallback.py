@@ -26,9 +26,7 @@ def world(make_world):
 @pytest.mark.parametrize("spans", [SPANS, LONG_SPANS], ids=["two", "three"])
 def test_ranges_begin_one_word_below_the_documented_size(world, spans):
     longest = max(stop - start for _, start, stop in spans)
-    batch, rows, words = _topk_mask_shape(
-        len(spans), longest, 300, reserve_key_starts_word=True
-    )
+    batch, rows, words = _topk_mask_shape(len(spans), longest, 300)
     outputs = []
     for numel, callback in (
         (batch * rows * words, "offset_dense_mask_mod"),
@@ -45,10 +43,10 @@ def test_ranges_begin_one_word_below_the_documented_size(world, spans):
 
 @pytest.mark.stock_fails("stock loses keys in the mask of whole sequences")
 def test_both_ways_give_the_same_bits_at_unaligned_contexts(world):
-    words = world.whole_mask_words(LONG_SPANS)
+    sizes = [world.whole_mask_words(LONG_SPANS, fits) for fits in (True, False)]
     whole, ranges = (
         world.run(world.step(LONG_SPANS, chunk_rows=96, mask_words=numel))
-        for numel in (words, words - 1)
+        for numel in sizes
     )
     assert torch.equal(whole, ranges)
 

@@ -139,7 +139,7 @@ def test_range_masks_overwrite_the_mask_of_another_step(world, builds):
     large = world.step(
         large_spans,
         chunk_rows=96,
-        mask_words=world.whole_mask_words(large_spans) - 1,
+        mask_words=world.whole_mask_words(large_spans, fits=False),
     )
     shared = large.metadata.prefill.topk_mask_workspace
     small.metadata.prefill.topk_mask_workspace = shared
@@ -227,6 +227,21 @@ def test_the_first_layer_of_a_group_always_builds(world, builds):
         model.index(step)
         model.run(step, 0)
     assert len(builds) == 2
+
+
+def test_a_second_forward_over_the_same_metadata_builds_again(world, builds):
+    """MTP's prefill: a layer that leads a group of its own, on the target's buffer."""
+    target = Model(world, "Is")
+    draft = Model(world, "Is", buffer=target.buffer)
+    step = world.step(SPANS)
+    for model in (target, draft, draft):
+        world.draw_topk()
+        _same_step_with_new_rows(world, step)
+        model.index(step)
+        builds.clear()
+        for layer in range(2):
+            model.run(step, layer)
+        assert builds
 
 
 def test_layers_without_a_group_build_for_themselves(world, builds):

@@ -57,7 +57,7 @@ def model_world(make_world, model, heads, **kwargs):
 
 
 def make_step(world, spans, per_range=False, **kwargs):
-    words = world.whole_mask_words(spans) - per_range
+    words = world.whole_mask_words(spans, not per_range)
     step = world.step(spans, mask_words=words, **kwargs)
     assert world.impl.masked_mha_workspace_fits(step.metadata.prefill)
     return step

@@ -47,18 +47,19 @@ class Guarded:
         assert (self.out.cpu()[outside] == -1).all(), "a word outside the view changed"
 
 
-def expected_words(topk, q_lens, rows, num_keys, num_words, starts=None, lens=None):
+def expected_words(topk, q_lens, rows, num_keys, num_words, contexts=None, starts=None):
     """Words from a dense boolean grid; numpy's bit packing, no kernel's arithmetic."""
     grid = np.zeros((len(q_lens), rows, num_words * 32), dtype=bool)
     source = topk.cpu().numpy().astype(np.int64)
     token = 0
     for request, q_len in enumerate(q_lens):
         start = 0 if starts is None else starts[request]
-        length = num_keys if lens is None else min(lens[request], num_keys)
         for row in range(q_len):
             keys = source[token]
+            if contexts is not None:
+                keys = keys[keys <= contexts[request] + row]
             keys = keys[keys >= 0] - start
-            grid[request, row, keys[(keys >= 0) & (keys < length)]] = True
+            grid[request, row, keys[(keys >= 0) & (keys < num_keys)]] = True
             token += 1
     return np.packbits(grid, axis=-1, bitorder="little").view(np.int32)
 
@@ -178,54 +179,61 @@ def test_requests_without_any_query_row(device):
 
 @pytest.mark.stock_fails(PACKED_FRONT)
 @pytest.mark.parametrize(
-    ("starts", "lens"),
+    ("contexts", "starts"),
     [
-        pytest.param([0, 0, 0], [300, 300, 300], id="whole"),
-        pytest.param([37, 0, 250], [64, 0, 50], id="ranges"),
-        pytest.param([1, 31, 299], None, id="open-ended"),
-        pytest.param([INT32_MAX, 5, 0], None, id="past-every-key"),
+        pytest.param(None, None, id="pure"),
+        pytest.param([31, 0, 64], None, id="whole"),
+        pytest.param([INT32_MAX, 5, 90], None, id="unbounded"),
+        pytest.param([37, 0, 250], [37, 0, 250], id="suffix"),
+        pytest.param([290, 99, 31], [200, 31, 0], id="chunks"),
+        pytest.param([INT32_MAX] * 3, [INT32_MAX, 5, 299], id="past-every-key"),
     ],
 )
-def test_ranges_store_keys_relative_to_their_start(starts, lens, device):
-    q_lens, num_keys = [3, 0, 4], 96
-    topk = hostile_topk(7, 40, 300)
-    shape = _topk_mask_shape(3, 4, num_keys)
-    guarded = Guarded(shape, device)
+def test_rows_keep_keys_of_their_range_up_to_their_query(contexts, starts, device):
+    q_lens, num_keys = [3, 0, 40], 96
+    topk = hostile_topk(43, 40, 300)
+    topk[::3, ::2] = torch.arange(20) + 3  # around the diagonal of a pure prefill
+    topk[1::3, :3] = INT32_MAX
+    guarded = Guarded(_topk_mask_shape(3, 40, num_keys), device)
 
     def vector(values):
-        return torch.tensor(values, dtype=torch.int32, device=device)
+        if values is not None:
+            return torch.tensor(values, dtype=torch.int32, device=device)
 
     view = build_packed(
         topk.to(device),
-        vector([0, 3, 3, 7]),
-        4,
+        vector([0, 3, 3, 43]),
+        40,
         num_keys,
         guarded.out,
+        context_lens=vector(contexts),
         range_starts=vector(starts),
-        range_lens=None if lens is None else vector(lens),
     )
-    expected = expected_words(topk, q_lens, 4, num_keys, shape[2], starts, lens)
+    expected = expected_words(
+        topk, q_lens, 40, num_keys, view.shape[2], contexts or [0] * 3, starts
+    )
     np.testing.assert_array_equal(view.cpu().numpy(), expected)
     guarded.assert_untouched_outside(view)
 
 
 @pytest.mark.stock_fails(PACKED_FRONT)
-def test_key_starts_go_into_the_last_word_of_row_0(device):
-    shape = _topk_mask_shape(2, 3, 128, reserve_key_starts_word=True)
-    guarded = Guarded(shape, device)
-    starts = torch.tensor([INT32_MAX, 17], dtype=torch.int32, device=device)
-    topk = random_topk(5, 16, 128)
+@pytest.mark.parametrize("contexts", [None, [0], [64]], ids=str)
+def test_rows_of_later_keys_alone_are_empty(contexts, device):
+    first = contexts[0] if contexts else 0
+    topk = torch.arange(5)[:, None] + torch.tensor([first + 1, first + 40])
+    topk = torch.cat((topk, torch.full((5, 1), INT32_MAX)), dim=1).int()
+    guarded = Guarded(_topk_mask_shape(1, 5, 128), device)
+    lens = contexts and torch.tensor(contexts, dtype=torch.int32, device=device)
+    cu_q_lens = torch.tensor([0, 5], dtype=torch.int32, device=device)
     view = build_packed(
-        topk.to(device),
-        torch.tensor([0, 3, 5], dtype=torch.int32, device=device),
-        3,
-        128,
-        guarded.out,
-        key_starts=starts,
+        topk.to(device), cu_q_lens, 5, 128, guarded.out, context_lens=lens
     )
-    expected = expected_words(topk, [3, 2], 3, 128, shape[2])
-    expected[:, 0, -1] = starts.cpu().numpy()
-    np.testing.assert_array_equal(view.cpu().numpy(), expected)
+    assert (view == 0).all()
+    # One key earlier, each row's first is that of its query.
+    view = build_packed(
+        topk.to(device) - 1, cu_q_lens, 5, 128, guarded.out, context_lens=lens
+    )
+    assert (view != 0).sum(-1).tolist() == [[1] * 5]
 
 
 def _call(device, **changes):

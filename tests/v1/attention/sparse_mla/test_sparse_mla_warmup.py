@@ -80,11 +80,11 @@ def test_without_a_registry_nothing_is_compiled(monkeypatch):
 def test_every_call_that_the_layer_makes_is_warmed_up(make_world):
     world = make_world([300] * 2)
     spans = [(0, 64, 100), (1, 256, 290)]
-    words = world.whole_mask_words(spans)
+    words = world.whole_mask_words(spans, fits=False)
     for step in (
         world.step([(0, 0, 40), (1, 0, 90)]),
         world.step(spans, chunk_rows=96),
-        world.step(spans, chunk_rows=96, mask_words=words - 1),
+        world.step(spans, chunk_rows=96, mask_words=words),
     ):
         world.run(step)
     module = warmup_module()
@@ -93,10 +93,14 @@ def test_every_call_that_the_layer_makes_is_warmed_up(make_world):
             offset=call.callback == "offset_dense_mask_mod",
             causal=call.causal,
             return_lse=call.return_lse,
-            key_starts=call.num_aux_tensors > 1,
         )
         for call in world.calls
     }
+    # Key starts are an aux tensor of their own.
+    assert all(
+        call.num_aux_tensors == 1 + (call.callback == "offset_dense_mask_mod")
+        for call in world.calls
+    )
     assert made == set(module.MASKED_CALLS)
 
 
@@ -152,26 +156,28 @@ def test_no_key_names_a_length():
 
 
 @stock_has_none
-def test_the_builders_keys_cover_every_build_of_the_layer(make_world, monkeypatch):
-    """Which options the layer builds masks with, whatever builds them here."""
-    build = sparse_mla_attention.build_packed_topk_mask
-    built = set()
+def test_the_builders_key_covers_every_build_of_the_layer(make_world, monkeypatch):
+    """Whichever rows the layer builds masks from, whatever builds them here."""
+    from vllm.model_executor.kernels.attention.dsa import topk_mask_cutedsl
 
-    def noted(*args, **options):
-        given = {name for name, value in options.items() if value is not None}
-        built.add(("range_starts" in given, "key_starts" in given))
-        return build(*args, **options)
+    build = sparse_mla_attention.build_packed_topk_mask
+    built = []
+
+    def noted(topk, *args, **options):
+        built.append(topk_mask_cutedsl.rows_are_vectorizable(topk))
+        return build(topk, *args, **options)
 
     monkeypatch.setattr(sparse_mla_attention, "build_packed_topk_mask", noted)
-    world = make_world([300])
-    spans = [(0, 256, 290)]
+    world = make_world([300, 300])
+    spans = [(0, 256, 290), (1, 37, 90)]
+    words = world.whole_mask_words(spans, fits=False)
     for step in (
-        world.step([(0, 0, 40)]),
+        world.step([(0, 0, 40)], decodes=3),
         world.step(spans),
-        world.step(spans, mask_words=world.whole_mask_words(spans) - 1),
+        world.step(spans, chunk_rows=96, mask_words=words),
     ):
         world.run(step)
     (builder,) = kernels() - {warmup_module().FA4_MASKED_MHA_KERNEL}
-    keys = builder.get_warmup_keys(vllm_config())
-    assert built <= {(key.has_ranges, key.has_key_starts) for key in keys}
-    assert len(built) == 3
+    (key,) = builder.get_warmup_keys(vllm_config(topk=world.dims.index_topk))
+    assert len(built) > 4
+    assert set(built) == {key.vectorized}

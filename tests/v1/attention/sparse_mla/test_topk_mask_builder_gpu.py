@@ -34,20 +34,23 @@ def module():
 
 @dataclass
 class Inputs:
-    """One call's tensors, `out` poisoned and inside poisoned storage."""
+    """One call's tensors, `out` poisoned and inside poisoned storage.
+
+    Without context lengths every key comes before the queries, or none if `causal`.
+    """
 
     topk: torch.Tensor
     q_lens: list[int]
     max_q_len: int
     num_keys: int
-    key_starts: list[int] | None = None
+    context_lens: list[int] | None = None
     range_starts: list[int] | None = None
-    range_lens: list[int] | None = None
+    causal: bool = False
 
     def __post_init__(self):
-        self.shape = _topk_mask_shape(
-            len(self.q_lens), self.max_q_len, self.num_keys, bool(self.key_starts)
-        )
+        if not (self.causal or self.context_lens):
+            self.context_lens = [INT32_MAX] * len(self.q_lens)
+        self.shape = _topk_mask_shape(len(self.q_lens), self.max_q_len, self.num_keys)
         numel = self.shape[0] * self.shape[1] * self.shape[2]
         self.storage = torch.full(
             (numel + 2 * GUARD_WORDS,), POISON, dtype=torch.int32, device="cuda"
@@ -55,12 +58,11 @@ class Inputs:
         self.out = self.storage[GUARD_WORDS:-GUARD_WORDS].view(self.shape)
         self.cu_q_lens = vector([0, *itertools.accumulate(self.q_lens)])
         self.optional = [
-            vector(values)
-            for values in (self.key_starts, self.range_starts, self.range_lens)
+            vector(values) for values in (self.context_lens, self.range_starts)
         ]
 
     def build(self, module):
-        module.build_topk_mask_cutedsl(
+        module.TOPK_MASK_KERNEL(
             self.topk,
             self.cu_q_lens,
             self.max_q_len,
@@ -82,9 +84,9 @@ class Inputs:
             keys = self.topk[token : token + q_len].long()
             token += q_len
             start = self.range_starts[request] if self.range_starts else 0
-            length = self.range_lens[request] if self.range_lens else self.num_keys
-            length = min(length, self.num_keys)
-            kept = (keys >= 0) & (keys >= start) & (keys - start < length)
+            context = self.context_lens[request] if self.context_lens else 0
+            last = context + torch.arange(q_len, device="cuda")[:, None]
+            kept = (keys >= start) & (keys <= last) & (keys - start < self.num_keys)
             columns = torch.where(kept, keys - start, num_words * 32)
             grid[request, :q_len].scatter_(1, columns, True)
         weights = 1 << torch.arange(32, device="cuda")
@@ -92,8 +94,6 @@ class Inputs:
         for request, row in itertools.product(range(batch), range(0, rows, 64)):
             some = grid[request, row : row + 64, :-1].unflatten(-1, (-1, 32)).long()
             words[request, row : row + 64] = (some * weights).sum(-1).int()
-        for request, key_start in enumerate(self.key_starts or []):
-            words[request, 0, -1] = key_start
         return words
 
     def check(self, module):
@@ -145,7 +145,7 @@ def test_queries_and_keys_at_every_edge(num_queries, num_keys, module):
 def test_rows_wider_than_a_tile(num_keys, padding, module):
     topk = random_topk(9, 2048, num_keys, hostile=True, padding=padding)
     topk[:, :4] = torch.tensor([0, num_keys - 1, 131071, 131072], device="cuda")
-    Inputs(topk, [5, 4], 6, num_keys, key_starts=[3, INT32_MAX]).check(module)
+    Inputs(topk, [5, 4], 6, num_keys).check(module)
 
 
 @gpu
@@ -196,34 +196,38 @@ def test_all_keys_one_key_and_no_key(module):
     ],
     ids=["empty-first", "empty-middle", "empty-last", "empty", "many", "unequal"],
 )
-@pytest.mark.parametrize("with_key_starts", [False, True])
-def test_several_requests_with_rows_to_spare(q_lens, with_key_starts, module):
+@pytest.mark.parametrize("with_context", [False, True])
+def test_several_requests_with_rows_to_spare(q_lens, with_context, module):
     topk = random_topk(sum(q_lens), 96, 900, hostile=True)
-    key_starts = list(range(5, 5 + len(q_lens))) if with_key_starts else None
-    Inputs(topk, q_lens, max(q_lens) + 3, 900, key_starts=key_starts).check(module)
+    contexts = list(range(5, 5 + len(q_lens))) if with_context else None
+    Inputs(topk, q_lens, max(q_lens) + 3, 900, contexts, causal=True).check(module)
 
 
 @gpu
 @pytest.mark.parametrize("padding", [0, 1], ids=["vectorized", "scalar"])
-@pytest.mark.parametrize("bounded", [False, True])
-def test_ranges(padding, bounded, module):
+@pytest.mark.parametrize("contexts", [None, [490, 37, 0, INT32_MAX, 200100, 640]])
+def test_ranges(padding, contexts, module):
     starts = [0, 37, 4096, INT32_MAX, 200000, 11]
-    lens = [500, 640, 1, 5, INT32_MAX, 0] if bounded else None
     topk = random_topk(60, 512, 210000, hostile=True, padding=padding)
     for column, key in enumerate((37, 36, 676, 677, 4096, 200000, 199999)):
         topk[:, column] = key
-    Inputs(
-        topk, [10] * 6, 12, 640, key_starts=[9] * 6, range_starts=starts,
-        range_lens=lens,
-    ).check(module)  # fmt: skip
+    Inputs(topk, [10] * 6, 12, 640, contexts, starts).check(module)
 
 
 @gpu
 def test_a_range_of_a_row_wider_than_a_tile(module):
     topk = random_topk(8, 2048, 400000, hostile=True)
-    Inputs(
-        topk, [4, 4], 4, 262145, range_starts=[101, 131072], range_lens=[200000, 262145]
-    ).check(module)
+    Inputs(topk, [4, 4], 4, 262145, [200000, 399990], [101, 131072]).check(module)
+
+
+@gpu
+@pytest.mark.parametrize("context", [None, 1, 31, 130, 4000])
+def test_keys_after_their_query_are_dropped(context, module):
+    topk = random_topk(300, 2048, 4400, hostile=True)
+    topk[::3] = torch.arange(2048, device="cuda") + (context or 0) + 290
+    topk[1::3, ::5] = INT32_MAX
+    contexts = context and [context, context + 7]
+    Inputs(topk, [290, 10], 290, 4400, contexts, causal=True).check(module)
 
 
 @gpu
@@ -248,7 +252,7 @@ def test_mask_offsets_past_32_bits(module):
     inputs = Inputs(topk, [2, 2], 2, 4096)
     flat = torch.empty((1 << 31) + 256, dtype=torch.int32, device="cuda")
     out = flat.as_strided((2, 2, 128), (1 << 31, 128, 1))
-    module.build_topk_mask_cutedsl(topk, inputs.cu_q_lens, 2, 4096, out)
+    module.TOPK_MASK_KERNEL(topk, inputs.cu_q_lens, 2, 4096, out, *inputs.optional)
     assert torch.equal(out, inputs.expected())
 
 
@@ -262,11 +266,11 @@ def test_sanitized(index, module):
     wide = random_topk(6, 64, 200000, hostile=True)
     cases = [
         Inputs(plain, [40], 40, 4000),
-        Inputs(ragged, [30, 0, 10], 33, 4000, key_starts=[1, 2, 3]),
-        Inputs(tail, [30, 10], 30, 4000, range_starts=[5, 90], range_lens=[99, 3000]),
+        Inputs(ragged, [30, 0, 10], 33, 4000, [1, 2, 3000]),
+        Inputs(tail, [30, 10], 30, 4000, [99, 3000], [5, 90]),
         Inputs(wide, [6], 6, 200000),
         Inputs(causal_topk(64, 2048), [64], 64, 2048),
-        Inputs(plain, [13] * 3, 15, 700, [7, 8, 9], [0, 1, 31]),
+        Inputs(plain, [13] * 3, 15, 700, causal=True),
     ]
     cases[index].check(module)
 
@@ -328,10 +332,10 @@ def test_no_length_compiles_anything(module, monkeypatch):
         starts = [0, 40]
         halves = [length // 3, length - length // 3]
         Inputs(topk, [length], length, length).build(module)
-        Inputs(topk, halves, length, length, key_starts=starts).build(module)
-        Inputs(topk, halves, length, length, range_starts=starts).build(module)
+        Inputs(topk, halves, length, length, causal=True).build(module)
+        Inputs(topk, halves, length, length, starts, starts).build(module)
     assert set(kernel._compiled_cache) == compiled
-    assert len(compiled) == 3
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize(
@@ -378,11 +382,7 @@ def test_warmup_covers_what_the_layer_asks_for(topk, vectorized, module):
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=topk))
     )
     key = module.TOPK_MASK_KERNEL.CompileKey
-    assert set(module.TOPK_MASK_KERNEL.get_warmup_keys(config)) == {
-        key(vectorized, False, False),
-        key(vectorized, False, True),
-        key(vectorized, True, False),
-    }
+    assert module.TOPK_MASK_KERNEL.get_warmup_keys(config) == [key(vectorized)]
 
 
 def test_a_model_without_topk_warms_up_nothing(module):

@@ -31,7 +31,7 @@ def build_with_triton(*args):
 def build_with_cutedsl(*args):
     from vllm.model_executor.kernels.attention.dsa import topk_mask_cutedsl
 
-    topk_mask_cutedsl.build_topk_mask_cutedsl(*args)
+    topk_mask_cutedsl.TOPK_MASK_KERNEL(*args)
 
 
 BUILDERS = [
@@ -51,9 +51,8 @@ class Case:
     row_padding: int
     row_offset: int
     spare_rows: int
-    key_starts: list[int] | None
+    context_lens: list[int] | None
     range_starts: list[int] | None
-    range_lens: list[int] | None
 
 
 @st.composite
@@ -71,13 +70,11 @@ def cases(draw):
             st.lists(few, min_size=sum(q_lens), max_size=sum(q_lens)),
         )
     ]
-    has_ranges = draw(st.booleans())
 
     def per_request(values):
         return draw(st.lists(values, min_size=len(q_lens), max_size=len(q_lens)))
 
-    starts = st.one_of(st.integers(0, num_keys), st.just(INT32_MAX))
-    lens = st.one_of(st.integers(0, num_keys + 5), st.just(INT32_MAX))
+    lens = st.one_of(st.integers(0, num_keys), st.just(INT32_MAX))
     return Case(
         rows=rows,
         q_lens=q_lens,
@@ -86,11 +83,8 @@ def cases(draw):
         row_padding=draw(st.integers(0, 5)),
         row_offset=draw(st.integers(0, 3)),
         spare_rows=draw(st.integers(0, 2)),
-        key_starts=(
-            per_request(st.integers(0, INT32_MAX)) if draw(st.booleans()) else None
-        ),
-        range_starts=per_request(starts) if has_ranges else None,
-        range_lens=(per_request(lens) if has_ranges and draw(st.booleans()) else None),
+        context_lens=per_request(lens) if draw(st.booleans()) else None,
+        range_starts=per_request(lens) if draw(st.booleans()) else None,
     )
 
 
@@ -100,16 +94,14 @@ def expected_words(case, num_words):
     rows = iter(case.rows)
     for request, q_len in enumerate(case.q_lens):
         start = case.range_starts[request] if case.range_starts else 0
-        stop = start + (case.range_lens[request] if case.range_lens else 2**32)
+        context = case.context_lens[request] if case.context_lens else 0
         for row in range(case.max_q_len):
             keys = next(rows) if row < q_len else []
-            bits = {key - start for key in keys if key >= 0 and start <= key < stop}
+            bits = {key - start for key in keys if start <= key <= context + row}
             words = [0] * num_words
             for bit in bits:
                 if bit < case.num_keys:
                     words[bit // 32] |= 1 << bit % 32
-            if row == 0 and case.key_starts:
-                words[-1] = case.key_starts[request]
             mask.append(words)
     return mask
 
@@ -132,7 +124,7 @@ def run(builder, case, device):
     topk = wide[:, case.row_offset :][:, :num_topk]
     cu_q_lens = vector([sum(case.q_lens[:i]) for i in range(len(case.q_lens) + 1)])
     batch, rows, num_words = sparse_mla_attention._topk_mask_shape(
-        len(case.q_lens), case.max_q_len, case.num_keys, case.key_starts is not None
+        len(case.q_lens), case.max_q_len, case.num_keys
     )
     storage = torch.full(
         (batch + 1, rows + case.spare_rows, num_words + 4),
@@ -147,9 +139,8 @@ def run(builder, case, device):
         case.max_q_len,
         case.num_keys,
         out,
-        vector(case.key_starts),
+        vector(case.context_lens),
         vector(case.range_starts),
-        vector(case.range_lens),
     )
     storage = storage.cpu()
     view = storage[:batch, : case.max_q_len, :num_words].clone()

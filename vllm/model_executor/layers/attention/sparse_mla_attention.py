@@ -169,10 +169,10 @@ def _build_topk_mask(
     max_seq_len: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Build a bit-packed top-k mask from one tensor of top-k rows a request.
+    """Build a bit-packed mask of all top-k keys, from one tensor of rows a request.
 
-    The layer itself calls ``build_packed_topk_mask``, which needs neither the
-    concatenation nor the copy of the lengths to the device.
+    The layer itself calls ``build_packed_topk_mask``, whose masks are causal, and which
+    needs neither the concatenation nor the copy of the lengths to the device.
 
     Args:
         topk_indices_per_req: int32 ``[q_lens[b], topk]`` for each request.
@@ -201,7 +201,11 @@ def _build_topk_mask(
     cu_q_lens = torch.tensor(
         [0, *itertools.accumulate(found)], dtype=torch.int32, device=out.device
     )
-    return build_packed_topk_mask(topk, cu_q_lens, max_q_len, max_seq_len, out)
+    # Where a request's queries stand is not known here: every key is before them.
+    context_lens = torch.full_like(cu_q_lens[1:], torch.iinfo(torch.int32).max)
+    return build_packed_topk_mask(
+        topk, cu_q_lens, max_q_len, max_seq_len, out, context_lens=context_lens
+    )
 
 
 def _topk_mask_view(
@@ -253,7 +257,8 @@ class _TopkMaskSource:
 
 
 # Keyed by the workspace itself: builders have one each, several index groups write to
-# one, and whoever writes says so here.
+# one, and whoever writes says so here. A note on the step's metadata would not know of
+# another batch that has written since.
 _TOPK_MASK_SOURCES: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 
 
@@ -309,29 +314,22 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         return self._concat_k_nope_k_pe(k_nope, k_pe), v
 
     def _build_whole_topk_mask(
-        self,
-        topk: torch.Tensor,
-        prefill: MLACommonPrefillMetadata,
-        max_seq_len: int,
-        key_starts: torch.Tensor | None,
+        self, topk: torch.Tensor, prefill: MLACommonPrefillMetadata, max_seq_len: int
     ) -> torch.Tensor | None:
         """The mask over whole sequences.
 
-        With key starts None where the workspace is too small for it, since ranges can
-        take its place; without, that is a ValueError.
+        With a context None where the workspace is too small for it, since masks of
+        ranges can take its place; without, that is a ValueError.
 
         Layers that share an indexer result share its mask: the first layer of an index
         group always builds, the others reuse what they find only if the workspace was
         last written in this step, by this group, from these rows.
         """
         workspace = prefill.topk_mask_workspace
-        shape = _topk_mask_shape(
-            prefill.query_start_loc.shape[0] - 1,
-            prefill.max_query_len,
-            max_seq_len,
-            reserve_key_starts_word=key_starts is not None,
-        )
-        if key_starts is not None and math.prod(shape) > workspace.numel():
+        context = prefill.chunked_context
+        batch_size = prefill.query_start_loc.shape[0] - 1
+        shape = _topk_mask_shape(batch_size, prefill.max_query_len, max_seq_len)
+        if context is not None and math.prod(shape) > workspace.numel():
             return None
         mask = _topk_mask_view(workspace, shape)
         source = _TOPK_MASK_SOURCES.pop(workspace, None)
@@ -349,31 +347,51 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             shape[1],
             max_seq_len,
             mask,
-            key_starts=key_starts,
+            context_lens=None if context is None else context.context_lens,
         )
         _TOPK_MASK_SOURCES[workspace] = _TopkMaskSource(
             weakref.ref(prefill), self.index_group, topk.data_ptr(), shape
         )
         return mask
 
-    def _build_range_topk_mask(
+    def _range_topk_mask(
         self,
+        whole: torch.Tensor | None,
         topk: torch.Tensor,
         prefill: MLACommonPrefillMetadata,
-        cu_q_lens: torch.Tensor,
-        max_query_len: int,
-        range_starts: torch.Tensor,
-        max_range_len: int,
-    ) -> torch.Tensor:
-        """The mask over one key range of each request, bit 0 being its first key."""
+        chunk: MLACommonPrefillMetadata.ContextChunk | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mask and key starts of a context chunk, or of the suffix where it is None.
+
+        A range of the whole-sequence mask if there is one, else a mask of its own,
+        whose bit 0 is the range's first key.
+        """
+        context = prefill.chunked_context
+        if chunk is None:
+            requests = tokens = slice(None)
+            cu_q_lens, starts = prefill.query_start_loc, context.context_lens
+            max_range_len = prefill.max_query_len
+        else:
+            requests, tokens = chunk.request_slice, chunk.token_slice
+            cu_q_lens, starts = chunk.query_start_loc, chunk.starts
+            max_range_len = chunk.max_seq_len
+        if whole is not None:
+            return whole[requests], starts
         workspace = prefill.topk_mask_workspace
-        shape = _topk_mask_shape(cu_q_lens.shape[0] - 1, max_query_len, max_range_len)
+        batch_size = cu_q_lens.shape[0] - 1
+        shape = _topk_mask_shape(batch_size, prefill.max_query_len, max_range_len)
         mask = _topk_mask_view(workspace, shape)
         _TOPK_MASK_SOURCES.pop(workspace, None)
         build_packed_topk_mask(
-            topk, cu_q_lens, shape[1], max_range_len, mask, range_starts=range_starts
+            topk[tokens],
+            cu_q_lens,
+            shape[1],
+            max_range_len,
+            mask,
+            context_lens=context.context_lens[requests],
+            range_starts=starts,
         )
-        return mask
+        return mask, None
 
     def _run_masked_mha(
         self,
@@ -386,16 +404,11 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         max_seqlen_k: int,
         mask: torch.Tensor,
         causal: bool,
-        offset: bool = False,
         key_starts: torch.Tensor | None = None,
         return_softmax_lse: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """One FA4 call over a packed mask.
-
-        ``offset`` reads the mask from each request's key start: the one in its reserved
-        word, or ``key_starts[b]`` where given.
-        """
+        """One FA4 call over a packed mask, read from ``key_starts[b]`` on if given."""
         from vllm.model_executor.layers.attention.sparse_mla_mask import mask_mod_for
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -416,7 +429,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             # does not read exactly. Nothing is lost: at 192/128 FA4 splits only from
             # 8192 keys on, at 256/256 never, and thresholds ask for long queries there.
             num_splits=1,
-            mask_mod=mask_mod_for(offset),
+            mask_mod=mask_mod_for(offset=key_starts is not None),
             aux_tensors=[mask] if key_starts is None else [mask, key_starts],
             aux_tensor_leading_dims=[2] if key_starts is None else [2, 0],
             causal=causal,
@@ -429,7 +442,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         prefill_metadata: MLACommonPrefillMetadata,
         k_scale: torch.Tensor,
         topk: torch.Tensor,
-        mask: torch.Tensor | None,
+        whole_mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the cached context, one workspace-sized chunk after another."""
         if self.dcp_world_size > 1:
@@ -446,7 +459,6 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         output_lse: torch.Tensor | None = None
         for chunk in chunked_context.chunks:
             num_tokens = chunk.num_context_tokens
-            requests = chunk.request_slice
             tokens = chunk.token_slice
             # A request without query tokens has nothing to attend or merge with, and
             # the kernels refuse to be launched over no rows.
@@ -457,7 +469,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             ops.gather_and_maybe_dequant_cache(
                 src_cache=kv_c_and_k_pe_cache,
                 dst=workspace,
-                block_table=prefill_metadata.block_table[requests],
+                block_table=prefill_metadata.block_table[chunk.request_slice],
                 cu_seq_lens=chunk.cu_seq_lens,
                 token_to_seq=chunk.token_to_seq,
                 num_tokens=num_tokens,
@@ -470,18 +482,9 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 latents[:, : self.kv_lora_rank],
                 latents[:, self.kv_lora_rank :].unsqueeze(1),
             )
-            if mask is not None:
-                chunk_mask, key_starts = mask[requests], chunk.starts
-            else:
-                key_starts = None
-                chunk_mask = self._build_range_topk_mask(
-                    topk[tokens],
-                    prefill_metadata,
-                    chunk.query_start_loc,
-                    max_query_len,
-                    chunk.starts,
-                    chunk.max_seq_len,
-                )
+            mask, key_starts = self._range_topk_mask(
+                whole_mask, topk, prefill_metadata, chunk
+            )
             attn_out, lse = self._run_masked_mha(
                 q=q[tokens],
                 k=k,
@@ -490,9 +493,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 cu_seqlens_k=chunk.cu_seq_lens,
                 max_seqlen_q=max_query_len,
                 max_seqlen_k=chunk.max_seq_len,
-                mask=chunk_mask,
+                mask=mask,
                 causal=False,
-                offset=mask is not None,
                 key_starts=key_starts,
                 return_softmax_lse=True,
             )
@@ -573,24 +575,15 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             max_seqlen_k=max_query_len,
             causal=True,
         )
-        context = prefill.chunked_context
-        if context is None:
-            mask = self._build_whole_topk_mask(topk, prefill, max_query_len, None)
+        if prefill.chunked_context is None:
+            mask = self._build_whole_topk_mask(topk, prefill, max_query_len)
             self._run_masked_mha(**suffix, mask=mask, out=attn_out)
             return
 
-        starts = context.context_lens
-        mask = self._build_whole_topk_mask(topk, prefill, max_seq_len, starts)
-        suffix_mask = mask
-        if mask is None:
-            suffix_mask = self._build_range_topk_mask(
-                topk, prefill, cu_q_lens, max_query_len, starts, max_query_len
-            )
+        mask = self._build_whole_topk_mask(topk, prefill, max_seq_len)
+        suffix_mask, key_starts = self._range_topk_mask(mask, topk, prefill)
         suffix_output, suffix_lse = self._run_masked_mha(
-            **suffix,
-            mask=suffix_mask,
-            offset=mask is not None,
-            return_softmax_lse=True,
+            **suffix, mask=suffix_mask, key_starts=key_starts, return_softmax_lse=True
         )
         context_output, context_lse = self._compute_context_mha(
             q, kv_c_and_k_pe_cache, prefill, k_scale, topk, mask

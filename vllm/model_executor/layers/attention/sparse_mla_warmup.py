@@ -36,7 +36,6 @@ class MaskedCall:
     offset: bool
     causal: bool
     return_lse: bool
-    key_starts: bool = False
 
 
 MASKED_CALLS = (
@@ -44,7 +43,7 @@ MASKED_CALLS = (
     MaskedCall(offset=False, causal=True, return_lse=False),
     # Suffix and context chunks of one whole-sequence mask.
     MaskedCall(offset=True, causal=True, return_lse=True),
-    MaskedCall(offset=True, causal=False, return_lse=True, key_starts=True),
+    MaskedCall(offset=True, causal=False, return_lse=True),
     # Suffix and context chunks with a mask for each range.
     MaskedCall(offset=False, causal=True, return_lse=True),
     MaskedCall(offset=False, causal=False, return_lse=True),
@@ -114,7 +113,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
 
         # FA4 takes aux tensors at their natural alignment.
         aux_tensors = [spec((_NUM_REQUESTS, query_len, 4), torch.int32, None)]
-        if call.key_starts:
+        if call.offset:
             aux_tensors.append(spec((_NUM_REQUESTS,), torch.int32, None))
         _flash_attn_fwd(
             q=spec((tokens_q, heads, qk_dim)),

@@ -21,73 +21,32 @@ logger = init_logger(__name__)
 TOPK_MASK_ALIGN_BYTES = 16
 
 
-@triton.jit
-def _write_topk_row(
-    row_ptr,
-    topk_ptr,
-    num_words,
-    num_topk,
-    last_word,
-    range_start,
-    range_len,
-    BLOCK: tl.constexpr,
-):
-    """Write one mask row: clear it, then set the bits of its top-k.
-
-    Only this program touches the row. The barrier orders the clearing stores before
-    the atomics, which other threads of the program may issue.
-    """
-    offsets = tl.arange(0, BLOCK)
-    for start in range(0, num_words, BLOCK):
-        words = start + offsets
-        value = tl.where(words == num_words - 1, last_word, 0)
-        tl.store(row_ptr + words, value, mask=words < num_words)
-    tl.debug_barrier()
-    for start in range(0, num_topk, BLOCK):
-        slots = start + offsets
-        index = tl.load(topk_ptr + slots, mask=slots < num_topk, other=-1)
-        inside = (index >= 0) & (index >= range_start)
-        key = tl.where(inside, index - range_start, range_len)
-        bit = (1 << (key & 31)).to(tl.int32)
-        tl.atomic_or(
-            row_ptr + (key >> 5),
-            bit,
-            # A range_start below 0 can wrap the difference around.
-            mask=(key >= 0) & (key < range_len),
-            sem="relaxed",
-            scope="cta",
-        )
-
-
-_RUNTIME_SIZES = [
-    "total_q",
-    "mask_batch_stride",
-    "mask_row_stride",
-    "topk_stride",
-    "num_words",
-    "num_topk",
-    "num_keys",
-]
-_RUNTIME_POINTERS = [
-    "topk_ptr",
-    "cu_q_lens_ptr",
-    "key_starts_ptr",
-    "range_starts_ptr",
-    "range_lens_ptr",
-]
+_SCATTER_BLOCK = 1024
 
 
 @triton.jit(
-    do_not_specialize=_RUNTIME_SIZES,
-    do_not_specialize_on_alignment=_RUNTIME_POINTERS,
+    do_not_specialize=[
+        "total_q",
+        "mask_batch_stride",
+        "mask_row_stride",
+        "topk_stride",
+        "num_words",
+        "num_topk",
+        "num_keys",
+    ],
+    do_not_specialize_on_alignment=[
+        "topk_ptr",
+        "cu_q_lens_ptr",
+        "context_lens_ptr",
+        "range_starts_ptr",
+    ],
 )
 def _scatter_topk_kernel(
     mask_ptr,
     topk_ptr,
     cu_q_lens_ptr,
-    key_starts_ptr,
+    context_lens_ptr,
     range_starts_ptr,
-    range_lens_ptr,
     total_q,
     mask_batch_stride,
     mask_row_stride,
@@ -95,39 +54,48 @@ def _scatter_topk_kernel(
     num_words,
     num_topk,
     num_keys,
-    HAS_KEY_STARTS: tl.constexpr,
-    HAS_RANGE_STARTS: tl.constexpr,
-    HAS_RANGE_LENS: tl.constexpr,
+    HAS_CONTEXT: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(rows, requests)``: one program writes one mask row."""
+    """Grid ``(rows, requests)``: one program writes one mask row.
+
+    It clears the row, then sets the bits of its top-k. The barrier orders the clearing
+    stores before the atomics, which other threads of the program may issue.
+    """
     query = tl.program_id(0).to(tl.int64)
     request = tl.program_id(1).to(tl.int64)
     q_start = tl.load(cu_q_lens_ptr + request).to(tl.int64)
     q_end = tl.minimum(tl.load(cu_q_lens_ptr + request + 1), total_q).to(tl.int64)
     source_row = q_start + query
-    last_word = 0
-    if HAS_KEY_STARTS:
-        last_word = tl.load(key_starts_ptr + request, mask=query == 0, other=0)
+    topk_row_ptr = topk_ptr + source_row * topk_stride
+    row_ptr = mask_ptr + request * mask_batch_stride + query * mask_row_stride
+    last_key = query
+    if HAS_CONTEXT:
+        last_key += tl.load(context_lens_ptr + request)
     range_start = 0
-    if HAS_RANGE_STARTS:
+    if HAS_RANGES:
         range_start = tl.load(range_starts_ptr + request)
-    range_len = num_keys
-    if HAS_RANGE_LENS:
-        range_len = tl.load(range_lens_ptr + request)
-    _write_topk_row(
-        mask_ptr + request * mask_batch_stride + query * mask_row_stride,
-        topk_ptr + source_row * topk_stride,
-        num_words,
-        tl.where(source_row < q_end, num_topk, 0),
-        last_word,
-        range_start,
-        tl.minimum(range_len, num_keys),
-        BLOCK,
-    )
+    # Rows past the request's length have no top-k.
+    num_topk = tl.where(source_row < q_end, num_topk, 0)
 
-
-_SCATTER_BLOCK = 1024
+    offsets = tl.arange(0, BLOCK)
+    for start in range(0, num_words, BLOCK):
+        words = start + offsets
+        tl.store(row_ptr + words, 0, mask=words < num_words)
+    tl.debug_barrier()
+    for start in range(0, num_topk, BLOCK):
+        slots = start + offsets
+        index = tl.load(topk_row_ptr + slots, mask=slots < num_topk, other=-1)
+        inside = (index >= range_start) & (index <= last_key)
+        key = tl.where(inside, index - range_start, num_keys)
+        tl.atomic_or(
+            row_ptr + (key >> 5),
+            (1 << (key & 31)).to(tl.int32),
+            mask=key < num_keys,
+            sem="relaxed",
+            scope="cta",
+        )
 
 
 def build_topk_mask_triton(
@@ -136,17 +104,16 @@ def build_topk_mask_triton(
     max_q_len: int,
     max_seq_len: int,
     out: torch.Tensor,
-    key_starts: torch.Tensor | None,
-    range_starts: torch.Tensor | None,
-    range_lens: torch.Tensor | None,
+    context_lens: torch.Tensor | None = None,
+    range_starts: torch.Tensor | None = None,
 ) -> None:
+    """The Triton kernel; arguments as ``build_packed_topk_mask`` has checked them."""
     _scatter_topk_kernel[(max_q_len, cu_q_lens.shape[0] - 1)](
         out,
         topk,
         cu_q_lens,
-        key_starts,
+        context_lens,
         range_starts,
-        range_lens,
         topk.shape[0],
         out.stride(0),
         out.stride(1),
@@ -154,38 +121,10 @@ def build_topk_mask_triton(
         out.shape[2],
         topk.shape[1],
         max_seq_len,
-        HAS_KEY_STARTS=key_starts is not None,
-        HAS_RANGE_STARTS=range_starts is not None,
-        HAS_RANGE_LENS=range_lens is not None,
+        HAS_CONTEXT=context_lens is not None,
+        HAS_RANGES=range_starts is not None,
         BLOCK=_SCATTER_BLOCK,
     )
-
-
-def _check_topk_mask_inputs(
-    topk: torch.Tensor,
-    max_q_len: int,
-    max_seq_len: int,
-    out: torch.Tensor,
-    batch_size: int,
-    num_reserved_words: int,
-) -> None:
-    if topk.dtype != torch.int32 or topk.ndim != 2 or topk.stride(-1) != 1:
-        raise ValueError(
-            "topk must be int32 [tokens, topk] with last stride 1, got "
-            f"{topk.dtype}, shape {tuple(topk.shape)}, strides {topk.stride()}"
-        )
-    if topk.device != out.device:
-        raise ValueError(
-            f"topk and out must be on one device, got {topk.device} and {out.device}"
-        )
-    num_words = triton.cdiv(max_seq_len, 32) + num_reserved_words
-    needed = (batch_size, max_q_len, num_words)
-    if any(size > have for size, have in zip(needed, out.shape)):
-        raise ValueError(
-            f"out is too small: batch {batch_size}, max_q_len {max_q_len} and "
-            f"max_seq_len {max_seq_len} need at least {needed} (requests, rows, "
-            f"words), got {tuple(out.shape)}"
-        )
 
 
 @functools.cache
@@ -209,13 +148,13 @@ def build_packed_topk_mask(
     max_seq_len: int,
     out: torch.Tensor,
     *,
-    key_starts: torch.Tensor | None = None,
+    context_lens: torch.Tensor | None = None,
     range_starts: torch.Tensor | None = None,
-    range_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Build the bit-packed masks of all requests in one launch.
+    """Build the bit-packed causal masks of all requests in one launch.
 
-    Reads nothing from the device on the host, and allocates nothing.
+    Row ``q`` of request ``b`` keeps its top-k keys up to ``context_lens[b] + q``. Reads
+    nothing from the device on the host, and allocates nothing.
 
     Args:
         topk: int32 ``[tokens, topk]``, the requests' rows one after another; any
@@ -226,13 +165,10 @@ def build_packed_topk_mask(
         out: int32 ``[>= batch, >= max_q_len, words]``. Its storage is taken as checked
             by the caller: last stride 1, words a multiple of 4, base address and outer
             strides multiples of ``TOPK_MASK_ALIGN_BYTES``.
-        key_starts: int32 ``[batch]`` on the device, written into the last word of
-            each request's row 0, which must not hold keys.
-        range_starts: int32 ``[batch]`` on the device. Key ``range_starts[b]`` becomes
-            bit 0; earlier keys are dropped.
-        range_lens: int32 ``[batch]`` on the device. Keys from
-            ``range_starts[b] + range_lens[b]`` on are dropped; without it a range ends
-            with the row. Needs ``range_starts``.
+        context_lens: int32 ``[batch]`` on the device, keys before each request's first
+            query; None if there are none.
+        range_starts: int32 ``[batch]`` on the device, none negative. Key
+            ``range_starts[b]`` becomes bit 0; earlier keys are dropped.
 
     Returns:
         ``out[:batch, :max_q_len]``, every word of it defined.
@@ -241,16 +177,26 @@ def build_packed_topk_mask(
         ValueError: Before any launch, naming the argument.
     """
     batch_size = cu_q_lens.shape[0] - 1
-    _check_topk_mask_inputs(
-        topk, max_q_len, max_seq_len, out, batch_size, int(key_starts is not None)
-    )
-    if range_lens is not None and range_starts is None:
-        raise ValueError("range_lens needs range_starts, got None")
+    if topk.dtype != torch.int32 or topk.ndim != 2 or topk.stride(-1) != 1:
+        raise ValueError(
+            "topk must be int32 [tokens, topk] with last stride 1, got "
+            f"{topk.dtype}, shape {tuple(topk.shape)}, strides {topk.stride()}"
+        )
+    if topk.device != out.device:
+        raise ValueError(
+            f"topk and out must be on one device, got {topk.device} and {out.device}"
+        )
+    needed = (batch_size, max_q_len, triton.cdiv(max_seq_len, 32))
+    if any(size > have for size, have in zip(needed, out.shape)):
+        raise ValueError(
+            f"out is too small: batch {batch_size}, max_q_len {max_q_len} and "
+            f"max_seq_len {max_seq_len} need at least {needed} (requests, rows, "
+            f"words), got {tuple(out.shape)}"
+        )
     for name, tensor, size in (
         ("cu_q_lens", cu_q_lens, batch_size + 1),
-        ("key_starts", key_starts, batch_size),
+        ("context_lens", context_lens, batch_size),
         ("range_starts", range_starts, batch_size),
-        ("range_lens", range_lens, batch_size),
     ):
         if tensor is not None and (
             tensor.dtype != torch.int32
@@ -267,18 +213,9 @@ def build_packed_topk_mask(
         return view
     if _use_cutedsl_topk_mask(out.device.type):
         from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
-            build_topk_mask_cutedsl as build,
+            TOPK_MASK_KERNEL as build,
         )
     else:
         build = build_topk_mask_triton
-    build(
-        topk,
-        cu_q_lens,
-        max_q_len,
-        max_seq_len,
-        out,
-        key_starts,
-        range_starts,
-        range_lens,
-    )
+    build(topk, cu_q_lens, max_q_len, max_seq_len, out, context_lens, range_starts)
     return view

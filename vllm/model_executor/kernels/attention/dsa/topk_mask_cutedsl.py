@@ -12,9 +12,9 @@ A block walks the rows ``blockIdx.x, blockIdx.x + gridDim.x, ...`` of request
 ``blockIdx.y``, and the indices of its next row are in flight while it works on the
 present one. ``blockIdx.z`` numbers the pieces of a row too wide for shared memory.
 
-A key index ``k`` becomes bit ``p = k - range_start`` iff ``k >= 0``,
-``0 <= p < range_len`` and ``p < max_seq_len``; without ranges ``range_start`` is 0 and
-``range_len`` unbounded. Every length and stride is a runtime value.
+A key index ``k`` of row ``q`` becomes bit ``p = k - range_start`` iff
+``0 <= p < max_seq_len`` and ``k <= context_len + q``; without ranges ``range_start`` is
+0, without a context ``context_len``. Every length, start and stride is a runtime value.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32
 
-from vllm.model_executor.warmup.jit_warmup import kernel_launcher, zip_inputs
+from vllm.model_executor.warmup.jit_warmup import kernel_launcher
 from vllm.model_executor.warmup.jit_warmup_cutedsl_helper import (
     CuTeDSLLaunchSpec,
     VllmCuTeDSLJitKernel,
@@ -113,20 +113,12 @@ def _vector_at(row: cute.Pointer, vector: Int32):
 class _TopkMaskProgram:
     """The device program of one compile key."""
 
-    def __init__(
-        self,
-        tuning: TopkMaskTuning,
-        vectorized: bool,
-        has_ranges: bool,
-        has_key_starts: bool,
-    ) -> None:
+    def __init__(self, tuning: TopkMaskTuning, vectorized: bool) -> None:
         self.threads = tuning.threads
         self.vectors = tuning.vectors
         self.blocks_per_sm = tuning.blocks_per_sm
         self.tile_words = tuning.tile_words
         self.vectorized = vectorized
-        self.has_ranges = has_ranges
-        self.has_key_starts = has_key_starts
 
     @cute.jit
     def __call__(
@@ -134,10 +126,10 @@ class _TopkMaskProgram:
         topk: cute.Tensor,
         cu_q_lens: cute.Tensor,
         out: cute.Tensor,
-        key_starts: cute.Tensor | None,
-        range_starts: cute.Tensor | None,
-        range_lens: cute.Tensor | None,
-        has_range_lens: Int32,
+        context_lens: cute.Tensor,
+        range_starts: cute.Tensor,
+        has_context: Int32,
+        has_ranges: Int32,
         max_q_len: Int32,
         max_seq_len: Int32,
         row_blocks: Int32,
@@ -149,10 +141,10 @@ class _TopkMaskProgram:
             topk,
             cu_q_lens,
             out,
-            key_starts,
+            context_lens,
             range_starts,
-            range_lens,
-            has_range_lens,
+            has_context,
+            has_ranges,
             max_q_len,
             max_seq_len,
         ).launch(
@@ -197,13 +189,12 @@ class _TopkMaskProgram:
 
     @cute.jit
     def position_of(self, index: Int32, base: Uint32, limit: Uint32):
-        """Bit position of a key in the piece, and whether it belongs there."""
+        """Bit position of a key in the piece, and whether it belongs there.
+
+        A negative index does not: ``base + limit`` is at most 2**31.
+        """
         position = Uint32(index) - base
-        inside = position < limit
-        if cutlass.const_expr(self.has_ranges):
-            # Without ranges base + limit <= 2**31, so this follows.
-            inside = inside and index >= Int32(0)
-        return position, inside
+        return position, position < limit
 
     @cute.jit
     def or_word(self, bitmap: cute.Pointer, word: Uint32, bits: Uint32):
@@ -269,10 +260,10 @@ class _TopkMaskProgram:
         topk: cute.Tensor,
         cu_q_lens: cute.Tensor,
         out: cute.Tensor,
-        key_starts: cute.Tensor | None,
-        range_starts: cute.Tensor | None,
-        range_lens: cute.Tensor | None,
-        has_range_lens: Int32,
+        context_lens: cute.Tensor,
+        range_starts: cute.Tensor,
+        has_context: Int32,
+        has_ranges: Int32,
         max_q_len: Int32,
         max_seq_len: Int32,
     ):
@@ -299,21 +290,25 @@ class _TopkMaskProgram:
         q_end = cutlass.min(Int32(cu_q_lens[request + 1]), Int32(topk.shape[0]))
         num_rows = cutlass.min(q_end - q_start, max_q_len)
 
-        # The piece holds the bits [base, base + limit) of a row.
+        context_len = Int32(0)
+        if has_context != 0:
+            context_len = Int32(context_lens[request])
+        range_start = Int32(0)
+        if has_ranges != 0:
+            range_start = Int32(range_starts[request])
+
+        # The piece holds the bits of keys [base, base + limit), where limit grows with
+        # the row, as one more key is not later than its query, up to `most`.
         first_word = piece * self.tile_words
         piece_words = cutlass.min(num_words - first_word, Int32(self.tile_words))
         num_vectors = piece_words // VECTOR_WORDS
-        num_keys = max_seq_len
-        range_start = Int32(0)
-        if cutlass.const_expr(self.has_ranges):
-            range_start = Int32(range_starts[request])
-            if has_range_lens != 0:
-                num_keys = cutlass.min(num_keys, Int32(range_lens[request]))
-        left = cutlass.min(
-            Int64(num_keys) - Int64(first_word) * 32, Int64(piece_words) * 32
-        )
-        limit = Uint32(cutlass.max(left, Int64(0)))
+        first_key = Int64(range_start) + Int64(first_word) * 32
         base = Uint32(range_start) + Uint32(first_word) * Uint32(32)
+        most = cutlass.min(
+            Int64(max_seq_len) - Int64(first_word) * 32, Int64(piece_words) * 32
+        )
+        most = cutlass.min(most, Int64(1 << 31) - first_key)
+        visible = Int64(context_len) + 1 - first_key
 
         topk_rows = topk.iterator + Int64(q_start) * Int64(topk.stride[0])
         out_rows = (
@@ -350,6 +345,8 @@ class _TopkMaskProgram:
                     tid,
                     coming,
                 )
+            limit = cutlass.min(most, visible + Int64(row))
+            limit = Uint32(cutlass.max(limit, Int64(0)))
             self.scatter(present, base, limit, bitmap.iterator, spare)
             for chunk in range(1, num_chunks):
                 self.load_indices(topk_row, chunk, num_topk, tid, present)
@@ -362,10 +359,6 @@ class _TopkMaskProgram:
             for v in cutlass.range(tid, num_vectors, threads, unroll=2):
                 cute.autovec_copy(bitmap[None, v], words)
                 cute.autovec_copy(zeros, bitmap[None, v])
-                if cutlass.const_expr(self.has_key_starts):
-                    is_last = first_word + (v + 1) * VECTOR_WORDS == num_words
-                    if row == 0 and is_last:
-                        words[VECTOR_WORDS - 1] = key_starts[request]
                 cute.autovec_copy(words, _vector_at(out_row, v))
             cute.arch.sync_threads()
 
@@ -376,16 +369,11 @@ class _TopkMaskProgram:
         for row in range(past, max_q_len, row_step):
             out_row = out_rows + Int64(row) * out_step
             for v in cutlass.range(tid, num_vectors, threads, unroll=2):
-                words.fill(0)
-                if cutlass.const_expr(self.has_key_starts):
-                    is_last = first_word + (v + 1) * VECTOR_WORDS == num_words
-                    if row == 0 and is_last:
-                        words[VECTOR_WORDS - 1] = key_starts[request]
-                cute.autovec_copy(words, _vector_at(out_row, v))
+                cute.autovec_copy(zeros, _vector_at(out_row, v))
 
 
 class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
-    """Owner of the compiled programs: at most 8, one per `CompileKey`.
+    """Owner of the compiled programs: at most 2, one per `CompileKey`.
 
     Args:
         tuning: compile-time shape of every program.
@@ -394,44 +382,19 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
     @dataclass(frozen=True)
     class CompileKey:
         vectorized: bool
-        has_ranges: bool
-        has_key_starts: bool
 
     def __init__(self, tuning: TopkMaskTuning = DEFAULT_TUNING) -> None:
         super().__init__()
         self.tuning = tuning
 
     def kernel(self, compile_key: CompileKey) -> Any:
-        return _TopkMaskProgram(
-            self.tuning,
-            compile_key.vectorized,
-            compile_key.has_ranges,
-            compile_key.has_key_starts,
-        )
-
-    def dispatch(  # type: ignore[override]
-        self, **compile_key_fields: bool
-    ) -> CompileKey:
-        return self.CompileKey(**compile_key_fields)
+        return _TopkMaskProgram(self.tuning, compile_key.vectorized)
 
     def get_warmup_keys(self, vllm_config: Any) -> list[CompileKey]:
-        """Every key that the layer asks for, none without a top-k.
-
-        It builds whole-sequence masks, with key starts if chunks of a context follow,
-        or a mask for each of several ranges.
-        """
+        """The key that the layer asks for, none without a top-k."""
         topk = getattr(vllm_config.model_config.hf_text_config, "index_topk", None)
-        if not topk:
-            return []
         # The layer passes rows of the contiguous top-k buffer.
-        return self._trace_dispatch(self.dispatch)(
-            zip_inputs(
-                dict(has_ranges=False, has_key_starts=False),
-                dict(has_ranges=False, has_key_starts=True),
-                dict(has_ranges=True, has_key_starts=False),
-            ),
-            vectorized=topk % VECTOR_WORDS == 0,
-        )
+        return [self.CompileKey(topk % VECTOR_WORDS == 0)] if topk else []
 
     def warmup_inputs(self, compile_key: CompileKey) -> tuple[Any, ...]:
         def vector() -> Any:
@@ -449,15 +412,8 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
             stride=(cute.sym_int64(), cute.sym_int64(), 1),
             assumed_align=16,
         )
-        return (
-            topk,
-            vector(),
-            out,
-            vector() if compile_key.has_key_starts else None,
-            vector() if compile_key.has_ranges else None,
-            vector() if compile_key.has_ranges else None,
-            *(Int32(1) for _ in range(6)),
-        )
+        flags_lengths_grid = (Int32(1) for _ in range(2 + 2 + 3))
+        return topk, vector(), out, vector(), vector(), *flags_lengths_grid
 
     @kernel_launcher
     def __call__(
@@ -467,15 +423,14 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
         max_q_len: int,
         max_seq_len: int,
         out: torch.Tensor,
-        key_starts: torch.Tensor | None = None,
+        context_lens: torch.Tensor | None = None,
         range_starts: torch.Tensor | None = None,
-        range_lens: torch.Tensor | None = None,
     ) -> CuTeDSLLaunchSpec[CompileKey]:
-        compile_key = self.CompileKey(
-            vectorized=rows_are_vectorizable(topk),
-            has_ranges=range_starts is not None,
-            has_key_starts=key_starts is not None,
-        )
+        """Build masks; arguments as `build_packed_topk_mask` has checked them.
+
+        Raises:
+            ValueError: more than 65535 requests, or pieces of a row.
+        """
         grid = plan_grid(
             cu_q_lens.shape[0] - 1,
             max_q_len,
@@ -483,15 +438,15 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
             _num_sms(out.device),
             self.tuning,
         )
-        return compile_key, (
+        return self.CompileKey(rows_are_vectorizable(topk)), (
             topk,
             cu_q_lens,
             out,
-            key_starts,
-            range_starts,
-            # Never read where there are none; another key would compile again.
-            range_starts if range_lens is None else range_lens,
-            int(range_lens is not None),
+            # Any vector stands for one that is not there, and is not read.
+            cu_q_lens if context_lens is None else context_lens,
+            cu_q_lens if range_starts is None else range_starts,
+            int(context_lens is not None),
+            int(range_starts is not None),
             max_q_len,
             max_seq_len,
             *grid,
@@ -499,44 +454,3 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
 
 
 TOPK_MASK_KERNEL = TopkMaskKernel()
-
-
-def build_topk_mask_cutedsl(
-    topk: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    max_q_len: int,
-    max_seq_len: int,
-    out: torch.Tensor,
-    key_starts: torch.Tensor | None = None,
-    range_starts: torch.Tensor | None = None,
-    range_lens: torch.Tensor | None = None,
-) -> None:
-    """Write the rows ``out[:B, :max_q_len]`` of a bit-packed mask in one launch.
-
-    The arguments are taken as validated by `build_packed_topk_mask`.
-
-    Args:
-        topk: ``[total_q, topk]`` int32, unit last stride, any row stride.
-        cu_q_lens: ``[B + 1]`` int32 on the device, first row of each request.
-        max_q_len: rows to write per request; rows past a request's length are zero.
-        max_seq_len: keys; bits at or past it are zero.
-        out: ``[>= B, >= max_q_len, W]`` int32, base and row strides multiples of 16
-            bytes, W a multiple of 4.
-        key_starts: ``[B]`` int32, written to ``out[b, 0, W - 1]``.
-        range_starts: ``[B]`` int32, first key of each request's range.
-        range_lens: ``[B]`` int32, keys of each request's range; unbounded if None.
-
-    Raises:
-        ValueError: more than 65535 requests, or pieces of a row.
-    """
-    if cu_q_lens.shape[0] > 1 and max_q_len > 0:
-        TOPK_MASK_KERNEL(
-            topk,
-            cu_q_lens,
-            max_q_len,
-            max_seq_len,
-            out,
-            key_starts,
-            range_starts,
-            range_lens,
-        )
