@@ -55,18 +55,18 @@ def _host_callback(mask_mod: Any, num_aux_tensors: int) -> Any:
                         out[b, row, group * step + i] = Int32(kept[i])
 
     def example(ndim: int) -> Any:
-        return _to_cute(torch.empty((2, 2, 8)[:ndim], dtype=torch.int32))
+        return to_cute(torch.empty((2, 2, 8)[:ndim], dtype=torch.int32))
 
     starts = example(1) if num_aux_tensors > 1 else None
     # The offset callbacks, upstream's and ours, shift by inline PTX: none on a host.
     with (
         mock.patch.object(utils, "shr_u32", operator.rshift),
-        mock.patch.object(cute.arch, "shf", _funnel_shift),
+        mock.patch.object(cute.arch, "shf", funnel_shift),
     ):
         return cute.compile(run, example(3), starts, example(3))
 
 
-def _funnel_shift(low: Any, high: Any, bits: Any, kind: str) -> Any:
+def funnel_shift(low: Any, high: Any, bits: Any, kind: str) -> Any:
     """PTX's ``shf.r.wrap`` in plain arithmetic; `bits` is below 32."""
     from cutlass import Uint32, Uint64
 
@@ -74,7 +74,7 @@ def _funnel_shift(low: Any, high: Any, bits: Any, kind: str) -> Any:
     return Uint32(((Uint64(high) << 32) | Uint64(low)) >> Uint64(bits))
 
 
-def _to_cute(tensor: torch.Tensor) -> Any:
+def to_cute(tensor: torch.Tensor) -> Any:
     from cutlass.cute.runtime import from_dlpack
 
     return from_dlpack(tensor, assumed_align=4).mark_layout_dynamic(tensor.ndim - 1)
@@ -93,8 +93,8 @@ def columns_kept(
     out = mask.new_zeros(mask.shape[0], rows, words)
     if out.numel():
         run = _host_callback(mask_mod, len(aux_tensors))
-        starts = None if key_starts is None else _to_cute(key_starts)
-        run(_to_cute(mask), starts, _to_cute(out))
+        starts = None if key_starts is None else to_cute(key_starts)
+        run(to_cute(mask), starts, to_cute(out))
     return out
 
 
