@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 
-.PHONY: run test test-gpu test-stock lint codegen-latest
+.PHONY: run test test-gpu test-codegen test-patched test-stock lint codegen-latest
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
@@ -21,6 +21,14 @@ test: $(INSTALLED)
 test-gpu: export VLLM_SPARSE_MLA_SM90 = 1
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest --gpu -rs $(ARGS)
+
+# What takes minutes more than `make test` should: every compiled variant of the SM100
+# kernels, and the suite on a tree with the exported patches applied.
+test-codegen: $(INSTALLED)
+	$(BIN)/python -m pytest -m extra tests/codegen $(ARGS)
+
+test-patched: $(INSTALLED)
+	$(BIN)/python -m pytest -m extra tests/upstream $(ARGS)
 
 # The tests that would run in vLLM's own CI, against vLLM without the overlay.
 test-stock: $(INSTALLED)

@@ -49,6 +49,15 @@ class OverlaidFile:
         return self.path.partition("/")[2]
 
 
+@dataclass(frozen=True)
+class EditedFile(OverlaidFile):
+    """One of upstream's files that is loaded with the edits of ``edits.EDITS``.
+
+    The digest also stands for the patterns: in the pinned file each of them matches
+    once, and a file in which one does not has another digest.
+    """
+
+
 OVERLAID_FILES = (
     OverlaidFile(
         "vllm.model_executor.layers.attention.sparse_mla_attention",
@@ -67,6 +76,13 @@ OVERLAID_FILES = (
         "vllm.vllm_flash_attn.cute.mask",
         "ea35a2c9f29d82e8c939a7b161c39bd8bf40c43c702958fbfe074205fe5054e7",
         enabled=envs.sm90,
+    ),
+)
+
+EDITED_FILES = (
+    EditedFile(
+        "vllm.vllm_flash_attn.cute.flash_fwd_sm100",
+        "a080f5c1565a53bd90789ca88133ab055f0fa34e93fe866ed768f39c916667cb",
     ),
 )
 
@@ -124,9 +140,6 @@ RELIED_ON = {
     "vllm_flash_attn/cute/flash_fwd.py": (
         "2f953f9be60af867bc5ac3efb0823e440abe153f3309753325bbce9bf49a7ef2"
     ),
-    "vllm_flash_attn/cute/flash_fwd_sm100.py": (
-        "a080f5c1565a53bd90789ca88133ab055f0fa34e93fe866ed768f39c916667cb"
-    ),
     "vllm_flash_attn/cute/flash_fwd_sm90.py": (
         "3b5d0f896cce32d6940e8fb280b06719279d7d9af93e42346e2d51553fe4e7a1"
     ),
@@ -149,14 +162,14 @@ RELIED_ON = {
 
 
 def enabled_files() -> tuple[OverlaidFile, ...]:
-    """The files of the table that this process overlays."""
-    return tuple(file for file in OVERLAID_FILES if file.enabled())
+    """The files of both tables that take part in this process."""
+    return tuple(file for file in OVERLAID_FILES + EDITED_FILES if file.enabled())
 
 
 def check_installed(
     version: str,
     package_dir: Path,
-    overlaid: Sequence[OverlaidFile] = OVERLAID_FILES,
+    overlaid: Sequence[OverlaidFile] = OVERLAID_FILES + EDITED_FILES,
     relied_on: Mapping[str, str] = RELIED_ON,
 ) -> None:
     """Compares an installed vLLM with the pinned one.
@@ -165,8 +178,8 @@ def check_installed(
         version: the installed vLLM's version; a local part ("+cu129") names a build of
             the same source and is not compared.
         package_dir: folder of the installed package.
-        overlaid: what may be overlaid; compared whether it is to be or not, since
-            upstream's file is in use where it is not.
+        overlaid: what may be overlaid or edited; compared whether it is to be or not,
+            since upstream's file is in use where it is not.
         relied_on: path below ``package_dir`` -> SHA-256 of what is not overlaid.
 
     Raises:

@@ -2,6 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Serves overlaid modules from the overlay tree, in place of or beside upstream's.
 
+A module of which the patch set changes single expressions is loaded from upstream's
+file, with these expressions changed (``edits``).
+
 A module that upstream has too is put together from both files:
 
 1. upstream's file runs under the private name ``<package>._upstream_<name>``, which
@@ -16,16 +19,18 @@ gets its own when vLLM runs the plugin there.
 """
 
 import ast
+import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
+from functools import cached_property
+from importlib.abc import ExecutionLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import spec_from_file_location
+from importlib.util import decode_source, find_spec, spec_from_file_location
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from vllm_sparse_mla.guard import OverlaidFile
+from vllm_sparse_mla.guard import EditedFile, OverlaidFile
 
 UPSTREAM_PREFIX = "_upstream_"
 
@@ -120,6 +125,42 @@ def _source(module: ModuleType) -> str:
     return module.__spec__.loader.get_source(module.__name__)
 
 
+class _EditingLoader(ExecutionLoader):
+    """Loads upstream's file with edits.
+
+    No file lies where the module says that it comes from, so whoever asks for its
+    source (tracebacks, the CuTe DSL) gets the edited text from here. The name tells
+    different texts apart for those that key a cache by it. No bytecode is stored: it
+    would be taken for upstream's.
+    """
+
+    def __init__(self, name: str, path: Path):
+        # Now, while vLLM can still be left as it is.
+        if find_spec("libcst") is None:
+            raise ModuleNotFoundError(f"libcst is not installed: it edits {path}")
+        self._name = name
+        self._path = path
+
+    @cached_property
+    def _text(self) -> str:
+        from vllm_sparse_mla.edits import EDITS, apply_edits
+
+        text = decode_source(self._path.read_bytes())
+        try:
+            return apply_edits(text, EDITS[self._name])
+        except ValueError as error:
+            raise ImportError(
+                f"{self._path}: {error}", name=self._name, path=str(self._path)
+            ) from error
+
+    def get_source(self, fullname: str) -> str:
+        return self._text
+
+    def get_filename(self, fullname: str) -> str:
+        digest = hashlib.sha256(self._text.encode()).hexdigest()
+        return str(self._path.with_suffix(f".edited-{digest[:12]}.py"))
+
+
 class OverlayFinder(MetaPathFinder):
     """Finds the overlaid modules, and upstream's under their private names.
 
@@ -147,8 +188,12 @@ class OverlayFinder(MetaPathFinder):
         """
         self.files = tuple(files)
         self._on_load = on_load
-        self._loaders: dict[str, SourceFileLoader] = {}
+        self._loaders: dict[str, Loader] = {}
         for file in files:
+            if isinstance(file, EditedFile):
+                path = package_dir / file.path_in_package
+                self._loaders[file.module] = _EditingLoader(file.module, path)
+                continue
             path = root / file.path
             if not path.is_file():
                 raise FileNotFoundError(f"the overlay tree lacks {path}")
@@ -184,7 +229,7 @@ class OverlayFinder(MetaPathFinder):
                 name=fullname,
             )
         self._on_load()
-        return spec_from_file_location(fullname, loader.path, loader=loader)
+        return spec_from_file_location(fullname, loader=loader)
 
 
 def active_finder() -> OverlayFinder | None:

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the callbacks compile to inside FA4's SM100 kernels; no GPU needed.
 
-The records take about 220 s of CPU time, once per session: two minutes with two idle
-cores.
+The records are compiled once per session. ``make test`` takes those of the calls that
+the layer makes; ``make test-codegen`` the whole grid.
 """
 
 from dataclasses import replace
@@ -14,37 +14,6 @@ from vllm_sparse_mla.codegen import HEAD_DIMS, CodegenRecord, Variant
 
 # The first test waits for all records, on a busy machine for many times as long.
 pytestmark = [pytest.mark.codegen, pytest.mark.timeout(3600)]
-
-CELLS = {
-    "192-full-lse": Variant(),
-    "192-full-nolse": Variant(lse=False),
-    "192-causal-lse": Variant(causal=True),
-    "192-causal-nolse": Variant(causal=True, lse=False),
-    "256-full-lse": Variant(256, 256),
-    "256-full-nolse": Variant(256, 256, lse=False),
-    "256-causal-lse": Variant(256, 256, causal=True),
-    "256-causal-nolse": Variant(256, 256, causal=True, lse=False),
-    "256-full-lse-b2": Variant(256, 256, batch=2),
-    "256-causal-lse-b2": Variant(256, 256, causal=True, batch=2),
-}
-OURS = {
-    "dense": ("dense", False),
-    "offset": ("offset", False),
-    "offset-key-starts": ("offset", True),
-}
-
-
-@pytest.fixture(params=CELLS)
-def cell(request) -> Variant:
-    """An unmasked variant."""
-    return CELLS[request.param]
-
-
-@pytest.fixture(params=OURS)
-def ours(request, cell) -> Variant:
-    """The same variant with one of this project's callbacks."""
-    callback, key_starts = OURS[request.param]
-    return replace(cell, callback=callback, key_starts=key_starts)
 
 
 def expected_loads(record: CodegenRecord) -> dict[int, int]:
@@ -77,23 +46,21 @@ def test_exact_loads_per_application(compiled, ours):
     assert record.mask_loads == expected_loads(record)
 
 
-def test_ptx_asks_for_the_same_loads(compiled, cell, ours):
-    before = compiled[cell].ptx_loads
+def test_ptx_asks_for_the_same_loads(compiled, ours):
+    before = compiled[ours.unmasked].ptx_loads
     after = compiled[ours].ptx_loads
     added = {width: after[width] - before.get(width, 0) for width in after}
     assert {w: n for w, n in added.items() if n} == expected_loads(compiled[ours])
 
 
-def test_stock_callbacks_fail_the_width_check(compiled, cell):
-    for callback in ("stock_dense", "stock_offset"):
-        record = compiled[replace(cell, callback=callback)]
-        assert record.mask_loads != expected_loads(record)
-        assert 128 not in record.mask_loads
+def test_stock_callbacks_fail_the_width_check(compiled, ours, stock_twin):
+    record = compiled[stock_twin(ours)]
+    assert record.mask_loads != expected_loads(record)
+    assert 128 not in record.mask_loads
 
 
-def test_no_costlier_than_the_stock_callback_of_its_kind(compiled, ours):
-    stock = replace(ours, callback=f"stock_{ours.callback}", key_starts=False)
-    record, reference = compiled[ours], compiled[stock]
+def test_no_costlier_than_the_stock_callback_of_its_kind(compiled, ours, stock_twin):
+    record, reference = compiled[ours], compiled[stock_twin(ours)]
     assert record.instructions <= reference.instructions
     assert record.registers <= reference.registers
     assert record.local_bytes <= reference.local_bytes
@@ -130,17 +97,18 @@ def test_every_callback_is_applied_as_often_as_one_word_a_call(compiled, ours):
     assert compiled[ours].mask_calls == compiled[ours].applications
 
 
-def test_key_starts_cost_no_more_than_the_reserved_word(compiled, cell):
-    reserved = compiled[replace(cell, callback="offset")]
-    separate = compiled[replace(cell, callback="offset", key_starts=True)]
-    assert separate.instructions <= reserved.instructions
+def test_key_starts_cost_no_more_than_the_reserved_word(compiled, with_key_starts):
+    reserved = compiled[replace(with_key_starts, key_starts=False)]
+    assert compiled[with_key_starts].instructions <= reserved.instructions
 
 
+@pytest.mark.extra
 def test_code_does_not_depend_on_the_number_of_requests(compiled):
     one, three = (compiled[Variant(batch=n, callback="dense")] for n in (1, 3))
     assert one.opcodes == three.opcodes
 
 
+@pytest.mark.extra
 def test_slice_by_request_keeps_the_16_byte_load(compiled):
     whole = compiled[Variant(batch=3, callback="dense")]
     sliced = compiled[Variant(batch=3, callback="dense", sliced=True)]
@@ -150,7 +118,7 @@ def test_slice_by_request_keeps_the_16_byte_load(compiled):
 
 def test_callback_alone(compiled):
     """The compile-only half of the kernel that ``test_callback_words`` runs."""
-    for callback, key_starts in OURS.values():
+    for callback, key_starts in (("dense", False), ("offset", False), ("offset", True)):
         record = compiled[Variant(callback=callback, key_starts=key_starts, alone=True)]
         assert record.mask_loads == expected_loads(record)
         assert record.local_opcodes == 0

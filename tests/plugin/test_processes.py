@@ -89,7 +89,7 @@ def test_called_twice(fresh):
 def test_one_line_tells(fresh):
     (line,) = lines_about_us(fresh)
     assert "INFO" in line and guard.VLLM_VERSION in line
-    for file in guard.OVERLAID_FILES:
+    for file in guard.OVERLAID_FILES + guard.EDITED_FILES:
         on_request = file.module == "vllm.vllm_flash_attn.cute.mask"
         assert (file.path_in_package in line) is not on_request
 

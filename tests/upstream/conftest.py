@@ -40,7 +40,7 @@ def vllm_changes(upstream_root: Path, suite: Suite) -> list[Change]:
 @pytest.fixture(scope="session")
 def fa4_changes(upstream_root: Path) -> list[Change]:
     """Changes of FlashAttention-4, at its own repository's paths."""
-    return collect_fa4_changes(upstream_root)
+    return collect_fa4_changes(upstream_root, tests_root())
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,8 @@ class Variant:
             absolute path.
         key_starts: give the callback a second aux tensor, int32 [batch].
         sliced: give the mask as a slice, by request, of a larger one.
+        stock_kernel: FA4's SM100 kernel as the installed vLLM has it, without the
+            patch set's edit.
         arch: target such as ``sm_100a``; None means the target that is given to
             ``compile_variants``.
         alone: not FA4 but a kernel that only calls the callback, once per row and
@@ -51,6 +53,7 @@ class Variant:
     callback: str = "none"
     key_starts: bool = False
     sliced: bool = False
+    stock_kernel: bool = False
     arch: str | None = None
     alone: bool = False
 
@@ -82,7 +85,7 @@ class Variant:
             f"b{self.batch}",
             self.callback_label,
         ]
-        return " ".join(words)
+        return " ".join(words) + " stock-kernel" * self.stock_kernel
 
     @property
     def callback_label(self) -> str:

@@ -20,10 +20,13 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
+from vllm_sparse_mla.codegen.callbacks import load_callback, put_overlay_in_force
 from vllm_sparse_mla.codegen.disassembly import read_cubin, read_ptx_loads
 from vllm_sparse_mla.codegen.records import CodegenRecord
 from vllm_sparse_mla.codegen.variants import Variant
+from vllm_sparse_mla.testing.stock import load_stock_module
 
 # The middle shape of upstream's table. Only what FA4 specialises on reaches the
 # kernel: more than one query tile, no split.
@@ -97,6 +100,20 @@ class TraceCount:
                 setattr(AttentionMask, name, original)
 
 
+@contextmanager
+def stock_kernel(wanted: bool):
+    """Let FA4 use its SM100 kernel as upstream has it, if ``wanted``."""
+    if not wanted:
+        yield
+        return
+    from vllm.vllm_flash_attn.cute import interface
+
+    name = "FlashAttentionForwardSm100"
+    stock = load_stock_module("vllm.vllm_flash_attn.cute.flash_fwd_sm100")
+    with patch.object(interface, name, getattr(stock, name)):
+        yield
+
+
 def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
     """Compile one variant in this process and read what came out.
 
@@ -104,8 +121,6 @@ def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
         variant: with the target that this process was started for.
         dump_dir: folder where the DSL leaves cubin and PTX; emptied first.
     """
-    from vllm_sparse_mla.codegen.callbacks import load_callback
-
     for leftover in dump_dir.iterdir():
         leftover.unlink()
     mask_mod = load_callback(variant)
@@ -119,7 +134,7 @@ def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
 
         mask_mod = packed_mask_front(mask_mod)
     start = time.perf_counter()
-    with count.watching():
+    with count.watching(), stock_kernel(variant.stock_kernel):
         if variant.alone:
             _trace_alone(variant, mask_mod)
         else:
@@ -262,11 +277,8 @@ def main(fa4_dir: str = "") -> None:
     from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 
     install_parent_module()
+    # FA4's own modules are replaced and edited: before their first import.
+    put_overlay_in_force()
     if fa4_dir:
         use_fa4_from(fa4_dir)
-    elif os.environ["CUTE_DSL_ARCH"].startswith("sm_90"):
-        # FA4's mask module is replaced there, so this comes before its first import.
-        from vllm_sparse_mla.codegen.callbacks import put_overlay_in_force
-
-        put_overlay_in_force()
     serve(Path(os.environ["CUTE_DSL_DUMP_DIR"]))

@@ -6,12 +6,20 @@ import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
+from vllm_sparse_mla.edits import EDITS, apply_edits
 from vllm_sparse_mla.export_patch.diff import Change
-from vllm_sparse_mla.export_patch.splice import Rules, splice
+from vllm_sparse_mla.export_patch.port import port_test
+from vllm_sparse_mla.export_patch.splice import Definition, Rules, splice
 from vllm_sparse_mla.export_patch.suite import Suite
 from vllm_sparse_mla.export_patch.switch import PATH as SWITCH_PATH
 from vllm_sparse_mla.export_patch.switch import declare_switch
-from vllm_sparse_mla.guard import OVERLAID_FILES, VLLM_VERSION, OverlaidFile
+from vllm_sparse_mla.guard import (
+    EDITED_FILES,
+    OVERLAID_FILES,
+    VLLM_VERSION,
+    EditedFile,
+    OverlaidFile,
+)
 from vllm_sparse_mla.overlay import overlay_root
 
 # FlashAttention's repository and the copy of it inside vLLM name one package twice.
@@ -19,6 +27,7 @@ _FA4_PACKAGES = ("vllm.vllm_flash_attn.cute", "flash_attn.cute")
 _FA4_RULES = Rules(
     wrapped={"AttentionMask.apply_mask": "_apply_unpacked_mask"}, width=100
 )
+_FA4_TESTS = ("test_causal_mask_mod.py",)
 _RULES = {
     "vllm.model_executor.layers.attention.sparse_mla_attention": Rules(
         # Steps of upstream's forward_mha, and kernels, that the mask builder replaces.
@@ -69,6 +78,11 @@ def _read_upstream(root: Path, file: OverlaidFile) -> tuple[str, str]:
 
 
 def _overlay_change(root: Path, file: OverlaidFile, rules: Rules) -> Change:
+    if isinstance(file, EditedFile):
+        before, warning = _read_upstream(root, file)
+        edits = EDITS[file.module]
+        edited = tuple(Definition(edit.function, "edited") for edit in edits)
+        return Change(file.path, before, apply_edits(before, edits), edited, warning)
     overlay = (overlay_root() / file.path).read_text()
     if file.sha256 is None:
         return Change(file.path, None, overlay)
@@ -89,7 +103,7 @@ def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
     """
     changes = [
         _overlay_change(root, file, _RULES.get(file.module, Rules()))
-        for file in OVERLAID_FILES
+        for file in OVERLAID_FILES + EDITED_FILES
         if not _is_fa4(file)
     ]
     changes.append(declare_switch((root / SWITCH_PATH).read_text()))
@@ -103,17 +117,18 @@ def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
     return changes
 
 
-def collect_fa4_changes(root: Path) -> list[Change]:
-    """Changes of FlashAttention-4, at its own repository's paths.
+def collect_fa4_changes(root: Path, tests: Path | None) -> list[Change]:
+    """Changes of FlashAttention-4, at its own repository's paths, and their tests.
 
     Args:
         root: Folder that holds upstream's ``vllm/``.
+        tests: Folder of this repository's tests; None to add none.
 
     Raises:
         ValueError: If upstream lacks a file or has no place for a definition.
     """
     changes = []
-    for file in filter(_is_fa4, OVERLAID_FILES):
+    for file in filter(_is_fa4, OVERLAID_FILES + EDITED_FILES):
         change = _overlay_change(root, file, _FA4_RULES)
         changes.append(
             Change(
@@ -124,6 +139,9 @@ def collect_fa4_changes(root: Path) -> list[Change]:
                 change.warning,
             )
         )
+    for name in _FA4_TESTS if tests else ():
+        text = port_test((tests / "vllm_flash_attn" / name).read_text()).text
+        changes.append(Change(f"tests/cute/{name}", None, _in_flash_attention(text)))
     return changes
 
 

@@ -56,12 +56,14 @@ def command(
     from vllm_sparse_mla.export_patch.diff import patch_text
     from vllm_sparse_mla.export_patch.suite import collect_suite, tests_root
 
-    tests = None if fa4 else tests_root()
+    tests = tests_root()
     try:
         root = upstream if upstream is not None else installed_vllm_root()
-        suite = collect_suite(tests) if tests else None
+        suite = collect_suite(tests) if tests and not fa4 else None
         changes = (
-            collect_fa4_changes(root) if fa4 else collect_vllm_changes(root, suite)
+            collect_fa4_changes(root, tests)
+            if fa4
+            else collect_vllm_changes(root, suite)
         )
     except (ValueError, OSError, SyntaxError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -71,7 +73,7 @@ def command(
     else:
         output.write_text(text)
     warnings = [change.warning for change in changes if change.warning]
-    if not fa4 and suite is None:
+    if tests is None:
         warnings.append("no tests in the patch: they are in a checkout only")
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)

@@ -39,7 +39,7 @@ class Definition:
 
     Attributes:
         name: Qualified name.
-        kind: ``new``, ``replaced``, ``wrapped`` or ``removed``.
+        kind: ``new``, ``replaced``, ``wrapped``, ``removed`` or ``edited``.
     """
 
     name: str

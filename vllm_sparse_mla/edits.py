@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Edits of single expressions in upstream's files: what they are, how they apply.
+
+An edit names a function and a pattern of its syntax tree, and says what the matched
+expression becomes; nothing of upstream's text is stored. The overlay's loader applies
+it when the module is imported, the export when it writes the patch.
+
+Importing libcst takes a third of a second, so only those two import this module.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+import libcst.matchers as m
+
+#: Under this name a pattern saves the node that an edit changes.
+CHANGED = "changed"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of one expression.
+
+    Attributes:
+        function: qualified name, such as ``Class.method``.
+        pattern: matches exactly one node inside the function, and saves the expression
+            to change as ``CHANGED``.
+        change: returns what that expression becomes, on as many lines.
+    """
+
+    function: str
+    pattern: m.BaseMatcherNode
+    change: Callable[[cst.BaseExpression], cst.BaseExpression]
+
+
+def apply_edits(text: str, edits: Sequence[Edit]) -> str:
+    """Apply edits to a file; every line keeps its number.
+
+    Args:
+        text: the file.
+        edits: what to change.
+
+    Raises:
+        ValueError: if the file has not exactly one such function or expression, or an
+            edit would move lines.
+    """
+    tree = cst.parse_module(text)
+    for edit in edits:
+        function = _find_function(tree, edit.function)
+        matches = m.extractall(function, edit.pattern)
+        if len(matches) != 1:
+            raise ValueError(
+                f"an edit of {edit.function} must match once, and matches "
+                f"{len(matches)} times"
+            )
+        old = matches[0][CHANGED]
+        new = edit.change(old)
+        if _lines(tree, new) != _lines(tree, old):
+            raise ValueError(f"an edit of {edit.function} moves lines")
+        tree = tree.with_deep_changes(
+            function, body=function.body.deep_replace(old, new)
+        )
+    return tree.code
+
+
+def _lines(tree: cst.Module, node: cst.CSTNode) -> int:
+    return tree.code_for_node(node).count("\n")
+
+
+def _find_function(tree: cst.Module, name: str) -> cst.FunctionDef:
+    found = [tree]
+    for part in name.split("."):
+        definition = m.FunctionDef(m.Name(part)) | m.ClassDef(m.Name(part))
+        bodies = [node if node is tree else node.body for node in found]
+        found = [n for body in bodies for n in body.body if m.matches(n, definition)]
+    if len(found) != 1:
+        raise ValueError(f"expected one {name}, found {len(found)}")
+    return found[0]
+
+
+def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
+    """The call with one more keyword argument at its end."""
+    added = cst.ensure_type(cst.parse_expression(f"f({name}={value})"), cst.Call)
+    *first, last = call.args
+    space = cst.SimpleWhitespace(" ")
+    last = last.with_changes(comma=cst.Comma(whitespace_after=space))
+    return call.with_changes(args=[*first, last, *added.args])
+
+
+# The block of a loop that applies a callback, if there is one, and else no mask at all:
+# no key of its blocks lies behind the diagonal.
+_CALLBACK_ALONE = m.If(
+    test=m.Call(
+        m.Name("const_expr"),
+        [m.Arg(m.Comparison(m.Attribute(m.Name("self"), m.Name("mask_mod"))))],
+    ),
+    body=m.IndentedBlock(
+        [
+            m.SimpleStatementLine(
+                [
+                    m.Assign(
+                        value=m.Call(
+                            m.Name("softmax_step"),
+                            [
+                                m.ZeroOrMore(),
+                                m.Arg(
+                                    m.SaveMatchedNode(
+                                        m.Call(m.Name("partial")), CHANGED
+                                    ),
+                                    keyword=m.Name("mask_fn"),
+                                ),
+                            ],
+                        )
+                    )
+                ]
+            )
+        ]
+    ),
+)
+
+#: Edits by module.
+EDITS: dict[str, tuple[Edit, ...]] = {
+    "vllm.vllm_flash_attn.cute.flash_fwd_sm100": (
+        Edit(
+            "FlashAttentionForwardSm100.softmax_loop",
+            _CALLBACK_ALONE,
+            lambda call: _with_argument(call, "mask_causal", "False"),
+        ),
+    ),
+}
