@@ -137,7 +137,9 @@ class _EditingLoader(ExecutionLoader):
     def __init__(self, name: str, path: Path):
         # Now, while vLLM can still be left as it is.
         if find_spec("libcst") is None:
-            raise ModuleNotFoundError(f"libcst is not installed: it edits {path}")
+            raise ModuleNotFoundError(
+                f"libcst, which edits {path}, is not installed: pip install libcst"
+            )
         self._name = name
         self._path = path
 
