@@ -11,6 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 
@@ -159,6 +160,20 @@ def test_no_row_measured_on_sm100_is_left(on_device):
     for backends in table.values():
         assert set(backends) == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
         assert all(set(sizes) == {1, 2, 4, 8} for sizes in backends.values())
+
+
+@pytest.mark.parametrize("switch", ["1", None], ids=["opted-in", "default"])
+def test_a_layer_that_is_loaded_installs_them(on_device, monkeypatch, switch):
+    on_device(90, switch)
+    monkeypatch.setattr(
+        sparse_mla_attention, "register_masked_mha_warmup", lambda: None
+    )
+    cls = sparse_mla_attention.SparseMLACommonImpl
+    impl = cls.__new__(cls)
+    impl.masked_mha_available = True
+    impl.process_weights_after_loading(torch.bfloat16)
+    expected = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS if switch else SM100_TABLE
+    assert expected == mla_attention._MASKED_MHA_THRESHOLDS
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -78,11 +78,12 @@ def builds(monkeypatch):
 @pytest.mark.stock_fails(BUILDS_EVERYWHERE)
 @pytest.mark.parametrize("spans", [SPANS, [(0, 0, 60), (1, 0, 100)]], ids=str)
 def test_a_group_builds_once_a_step(world, builds, spans):
-    model = Model(world, "IsIs")
+    pattern = "IssIss"
+    model = Model(world, pattern)
     for _ in range(2):
         step = world.step(spans)
         builds.clear()
-        for layer, kind in enumerate("IsIs"):
+        for layer, kind in enumerate(pattern):
             if kind == "I":
                 world.draw_topk()
                 step = _same_step_with_new_rows(world, step)
@@ -171,8 +172,11 @@ def test_two_metadata_builders_keep_their_masks_apart(world):
             model.run(step, layer)
 
 
-def test_two_groups_interleaved_on_one_workspace(world):
-    one, two = Model(world, "Is"), Model(world, "Is")
+@pytest.mark.parametrize("shared_rows", [True, False], ids=["one-buffer", "two"])
+def test_two_groups_interleaved_on_one_workspace(world, shared_rows):
+    """A model's groups have one buffer of top-k rows between them."""
+    one = Model(world, "Is")
+    two = Model(world, "Is", one.buffer if shared_rows else None)
     step = world.step(SPANS)
     rows = [step.topk.clone(), step.topk.flip(1).clone()]
     rows[1][:, ::2] = -1

@@ -57,6 +57,41 @@ def world(make_world):
     return make_world([420] * 3)
 
 
+@pytest.fixture
+def fa4_arguments(monkeypatch):
+    """The arguments of each call of FA4, which nothing answers."""
+    import vllm.vllm_flash_attn as package
+
+    seen = []
+    monkeypatch.setattr(
+        package, "flash_attn_varlen_func", lambda **call: seen.append(call), False
+    )
+    return seen
+
+
+def call_fa4(world, mask):
+    nothing = dict.fromkeys(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
+    world.impl._run_masked_mha(
+        **nothing, max_seqlen_q=1, max_seqlen_k=1, mask=mask, causal=True
+    )
+
+
+@pytest.mark.stock_fails("stock lets FA4 split keys, and halve the callback's tile")
+def test_fa4_is_told_not_to_split_keys(world, fa4_arguments):
+    call_fa4(world, torch.zeros(1, 128, 4, dtype=torch.int32))
+    (call,) = fa4_arguments
+    assert call["num_splits"] == 1
+
+
+@pytest.mark.stock_fails("stock hands FA4 any mask")
+@pytest.mark.parametrize("words", [slice(1, 5), slice(0, 3)], ids=["base", "row"])
+def test_a_mask_that_cannot_be_read_never_reaches_fa4(world, fa4_arguments, words):
+    mask = torch.zeros(1, 128, 8, dtype=torch.int32)[..., words]
+    with pytest.raises(ValueError, match="mask must"):
+        call_fa4(world, mask)
+    assert fa4_arguments == []
+
+
 @pytest.mark.parametrize("decodes", [0, 3], ids=["no-decodes", "decodes-in-front"])
 @pytest.mark.parametrize("spans", table(PURE))
 def test_pure_prefill(world, spans, decodes):
