@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from vllm_sparse_mla.check.codegen_report import CallbackResult
     from vllm_sparse_mla.check.environment import EnvironmentReport
     from vllm_sparse_mla.check.prefill import StepResult
-    from vllm_sparse_mla.check.serving_report import ServingReport
     from vllm_sparse_mla.testing.steps import Workload
 
 # Tells what is being done; called with each piece of work.
@@ -115,14 +114,16 @@ def _workloads(
     ]
 
 
-def _prepare(progress: _Progress) -> "tuple[EnvironmentReport, bool]":
+def _prepare(
+    progress: _Progress, capability: tuple[int, int] | None = None
+) -> "tuple[EnvironmentReport, bool]":
     """Make this process ready; returns the report on it and whether it has a GPU."""
     from vllm_sparse_mla.check import environment
 
     progress("importing vLLM, here and in a new process")
     with ThreadPoolExecutor() as pool:
         new_process = pool.submit(environment.new_process_overlay_state)
-        has_gpu = environment.prepare_process()
+        has_gpu = environment.prepare_process(capability)
         return environment.report_environment(new_process.result()), has_gpu
 
 
@@ -172,17 +173,19 @@ def _run(
     return Report(env, attention, stand_ins, schedules, callbacks, codegen_error)
 
 
-def _run_serving(
-    model: str, tensor_parallel_size: int, kv_cache_dtype: str, progress: _Progress
-) -> "tuple[EnvironmentReport, ServingReport]":
-    env, has_gpu = _prepare(progress)
+def _capability(gpu: str | None) -> tuple[int, int]:
+    """Compute capability of the GPU that is asked about, or of the one that is here."""
+    if gpu is not None:
+        version = int(gpu.removeprefix("sm_"))
+        return version // 10, version % 10
     import torch
 
-    from vllm_sparse_mla.check.serving_report import report_serving
-
-    capability = torch.cuda.get_device_capability() if has_gpu else None
-    serving = report_serving(model, tensor_parallel_size, kv_cache_dtype, capability)
-    return env, serving
+    if not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "there is no NVIDIA GPU here: name the one that will serve, such as "
+            "--gpu sm_100"
+        )
+    return torch.cuda.get_device_capability()
 
 
 @contextmanager
@@ -235,17 +238,20 @@ def _parse_prompts(text: str | None) -> tuple[int, ...] | None:
 
 
 def _answer_for_model(
-    model: str, tensor_parallel_size: int, kv_cache_dtype: str, as_json: bool
+    model: str, gpu: str | None, tp: int, kv_cache_dtype: str, as_json: bool
 ) -> NoReturn:
     from vllm_sparse_mla.check import render
 
+    capability = _capability(gpu)
     try:
         with _progress() as progress:
-            env, serving = _run_serving(
-                model, tensor_parallel_size, kv_cache_dtype, progress
-            )
+            env, _ = _prepare(progress, capability)
+            from vllm_sparse_mla.check.serving_report import report_serving
+
+            progress("asking vLLM")
+            serving = report_serving(model, tp, kv_cache_dtype, capability)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from None
+        raise typer.BadParameter(str(error)) from None
     if as_json:
         report = {"environment": env.to_dict(), "serving": serving.to_dict()}
         typer.echo(json.dumps({"ok": env.ok} | report))
@@ -278,15 +284,21 @@ def command(
         str | None,
         typer.Option(
             help="Folder or config.json of a model: instead of the check, say whether "
-            "masked MHA will serve it here and for which prompts."
+            "masked MHA will serve it and for which prompts."
         ),
     ] = None,
+    gpu: Annotated[
+        Literal["sm_90", "sm_100", "sm_103", "sm_120"] | None,
+        typer.Option(help="GPU to serve --model with; by default the one here."),
+    ] = None,
     tp: Annotated[
-        int, typer.Option(min=1, help="Tensor parallel size to serve --model with.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Tensor parallel size of --model; by default 1."),
+    ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="KV cache dtype to serve --model with.")
-    ] = "auto",
+        str | None,
+        typer.Option(help="KV cache dtype of --model, as for vLLM; by default auto."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
@@ -299,7 +311,9 @@ def command(
     """
     parsed = _parse_prompts(prompts)
     if model is not None:
-        _answer_for_model(model, tp, kv_cache_dtype, as_json)
+        _answer_for_model(model, gpu, tp or 1, kv_cache_dtype or "auto", as_json)
+    if (gpu, tp, kv_cache_dtype) != (None, None, None):
+        raise typer.BadParameter("--gpu, --tp and --kv-cache-dtype need --model")
     with _progress() as progress:
         report = _run(parsed, budget, heads, topk, skip_codegen, progress)
     if as_json:

@@ -23,24 +23,32 @@ _PROBE = (
 _PROBE_TIMEOUT_S = 300
 
 
-def prepare_process() -> bool:
-    """Make this process ready to run the overlaid layer.
+def prepare_process(capability: tuple[int, int] | None = None) -> bool:
+    """Make this process ready to run the overlaid layer, or to ask vLLM about a GPU.
 
     Without a GPU, hides CUDA, lets Triton interpret its kernels and keeps vLLM from
     pinning memory. Then loads vLLM's general plugins, as each vLLM process does. Call
     it before anything imports vLLM.
 
+    Args:
+        capability: compute capability of GPUs that vLLM is to see, here or not.
+
     Returns:
         Whether there is a GPU to run on.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if capability else "WARNING")
     import torch
 
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
+    if capability:
+        from vllm_sparse_mla.check.gpu import stand_in_for_gpu
+
+        stand_in_for_gpu(capability)
+    if not has_gpu:
         import vllm.utils.torch_utils
 
         vllm.utils.torch_utils.PIN_MEMORY = False

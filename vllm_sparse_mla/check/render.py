@@ -127,22 +127,26 @@ def _ranges(ranges: "Sequence[LengthRange]") -> str:
 
 def print_serving(console: Console, report: "ServingReport") -> None:
     """Print whether masked MHA serves the model, and for which lengths."""
+    launch = report.launch
     console.print(
-        f"Model: {report.model}, tensor parallel size {report.tensor_parallel_size}, "
-        f"KV cache {report.kv_cache_dtype}",
+        f"Model: {report.model}, {report.gpu}, tensor parallel size "
+        f"{report.tensor_parallel_size}",
         markup=False,
     )
+    if launch is not None:
+        console.print(
+            f"KV cache: {launch.kv_cache_dtype}, decided by {launch.decided_by}",
+            markup=False,
+        )
+        console.print(f"Attention backend: {launch.backend}")
     if not report.used:
         console.print("Masked MHA: will not be used")
         for reason in report.reasons:
             console.print(f"  {reason}", markup=False)
         return
     console.print("Masked MHA: will be used, for sequences of these tokens")
-    table = _table(console, "", "Attention backend", "Whole prompts", "With context")
-    for row in report.backends:
-        table.add_row(
-            row.backend, _ranges(row.whole_prompts), _ranges(row.with_context)
-        )
+    table = _table(console, "", "Whole prompts", "With context")
+    table.add_row(_ranges(report.whole_prompts), _ranges(report.with_context))
     console.print(table)
     mib = report.workspace_bytes / 2**20
     sizes = report.workspace[0].longest_sequence

@@ -2,25 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whether masked MHA will serve a model here, for which prompts, and if not why not."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_sm90
 from vllm.model_executor.layers.attention import sparse_mla_attention as layer_module
-from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm_sparse_mla import envs
+from vllm_sparse_mla.check.launch import Launch, LaunchRefused, resolve_launch
 
-_DIMS = (
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
+# Its prefill batches run on the other's kernel, so vLLM gives it the other's rows.
+_SHARED_ROWS = {"FLASH_ATTN_MLA_SPARSE_FA4": "FLASHINFER_MLA_SPARSE"}
 _QUERY_LENS = (1024, 2048, 4096, 8192, 16384)
 _BATCH_SIZES = (1, 2, 4, 8)
 
@@ -41,21 +32,6 @@ class LengthRange:
 
 
 @dataclass(frozen=True)
-class BackendRanges:
-    """What vLLM's thresholds admit with one attention backend.
-
-    Attributes:
-        backend: the decode backend that vLLM selects when it serves.
-        whole_prompts: prompts that one step computes from their first token.
-        with_context: prefills of which earlier steps computed a part.
-    """
-
-    backend: str
-    whole_prompts: tuple[LengthRange, ...]
-    with_context: tuple[LengthRange, ...]
-
-
-@dataclass(frozen=True)
 class WorkspaceRow:
     """Longest sequence whose mask fits the workspace, by the batch's shape.
 
@@ -71,65 +47,38 @@ class WorkspaceRow:
 
 @dataclass(frozen=True)
 class ServingReport:
-    """The answers for one model, tensor parallel size and KV cache dtype.
+    """The answers for one launch.
 
     Attributes:
+        model: as given, as are the three that follow.
+        gpu: architecture, such as sm_100.
+        tensor_parallel_size: ranks.
+        asked_kv_cache_dtype: what `--kv-cache-dtype` was.
         reasons: why masked MHA will not be used, a sentence each; empty if it will.
-        backends: what is admitted, where it will be used.
+        launch: what vLLM makes of it; None if it would not start, or has no sparse MLA.
+        whole_prompts: prompts that one step computes from their first token.
+        with_context: prefills of which earlier steps computed a part.
         workspace_bytes: size of the mask workspace, per metadata builder.
         workspace: which batch shapes fit it.
     """
 
     model: str
+    gpu: str
     tensor_parallel_size: int
-    kv_cache_dtype: str
-    index_topk: int | None
+    asked_kv_cache_dtype: str
     reasons: tuple[str, ...]
-    backends: tuple[BackendRanges, ...]
-    workspace_bytes: int
-    workspace: tuple[WorkspaceRow, ...]
+    launch: Launch | None = None
+    whole_prompts: tuple[LengthRange, ...] = ()
+    with_context: tuple[LengthRange, ...] = ()
+    workspace_bytes: int = 0
+    workspace: tuple[WorkspaceRow, ...] = ()
 
     @property
     def used(self) -> bool:
         return not self.reasons
 
     def to_dict(self) -> dict[str, Any]:
-        def plain(rows: tuple) -> list[dict]:
-            return [vars(row) for row in rows]
-
-        backends = [
-            {
-                "backend": row.backend,
-                "whole_prompts": plain(row.whole_prompts),
-                "with_context": plain(row.with_context),
-            }
-            for row in self.backends
-        ]
-        changed = {"backends": backends, "workspace": plain(self.workspace)}
-        return {"used": self.used} | vars(self) | changed
-
-
-def read_config(model: str) -> dict[str, Any]:
-    """A model's configuration, from its folder or its `config.json`.
-
-    Raises:
-        ValueError: if there is no such file, or it is not a JSON object.
-    """
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(
-            f"model must be a folder with a config.json, or that file, got {model}"
-        )
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"model must have a JSON config, got {path}: {error}"
-        ) from None
-    if not isinstance(config, dict):
-        raise ValueError(f"model must have a JSON object as its config, got {path}")
-    return config.get("text_config", config)
+        return {"used": self.used} | asdict(self)
 
 
 def _admitted(
@@ -152,29 +101,22 @@ def _admitted(
     return tuple(admitted)
 
 
-def _backends(
-    dims: Mapping[str, int], index_topk: int, tensor_parallel_size: int, sm90: bool
-) -> tuple[BackendRanges, ...]:
+def _thresholds(
+    launch: Launch, tensor_parallel_size: int, sm90: bool
+) -> tuple[tuple[LengthRange, ...], tuple[LengthRange, ...]]:
+    """Lengths of whole prompts, and of prefills with a context, that are admitted."""
+    _, _, nope, rope, v_head_dim = launch.dims
     if sm90:
-        from vllm.model_executor.layers.attention import sparse_mla_sm90
-
-        table = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS
+        table, backend = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS, launch.backend
     else:
         table = mla_attention._MASKED_MHA_THRESHOLDS
-    qk_head_dim = dims["qk_nope_head_dim"] + dims["qk_rope_head_dim"]
-    found = []
-    for backend, sizes in table.get((qk_head_dim, dims["v_head_dim"]), {}).items():
-        if tensor_parallel_size in sizes:
-            whole, context = sizes[tensor_parallel_size]
-            context = whole if context is None else context
-            found.append(
-                BackendRanges(
-                    backend,
-                    _admitted(whole, index_topk, whole=True),
-                    _admitted(context, index_topk, whole=False),
-                )
-            )
-    return tuple(found)
+        backend = _SHARED_ROWS.get(launch.backend, launch.backend)
+    sizes = table.get((nope + rope, v_head_dim), {}).get(backend, {})
+    whole, context = sizes.get(tensor_parallel_size, ((), ()))
+    return (
+        _admitted(whole, launch.index_topk, whole=True),
+        _admitted(whole if context is None else context, launch.index_topk, False),
+    )
 
 
 def _workspace_rows(workspace_bytes: int) -> tuple[WorkspaceRow, ...]:
@@ -189,80 +131,73 @@ def _workspace_rows(workspace_bytes: int) -> tuple[WorkspaceRow, ...]:
     return tuple(rows)
 
 
-def _device_reason(capability: tuple[int, int] | None, sm90: bool) -> str:
-    if capability is None:
-        return "There is no NVIDIA GPU here."
+def _reason_against(launch: Launch, capability: tuple[int, int]) -> str:
+    """Why the layer's own question is answered with no."""
     major, minor = capability
-    if major == 10 or (major == 9 and sm90):
-        return ""
-    if major == 9:
+    if launch.dims not in layer_module.MASKED_MHA_MODEL_DIMS:
+        heads, rank, nope, rope, v_head_dim = launch.dims
+        return (
+            "FA4 has no masked kernel for the model's dimensions: "
+            f"{heads} heads, kv_lora_rank {rank}, qk_nope_head_dim {nope}, "
+            f"qk_rope_head_dim {rope}, v_head_dim {v_head_dim}."
+        )
+    if launch.needs_other_dtype:
+        return (
+            f"The KV cache is quantized ({launch.kv_cache_dtype}, decided by "
+            f"{launch.decided_by}); masked MHA needs --kv-cache-dtype bfloat16."
+        )
+    if major == 9 and not envs.sm90():
         return (
             "The GPU is SM90, where masked MHA is used only with "
             "VLLM_SPARSE_MLA_SM90=1."
         )
-    return f"The GPU is SM{major}{minor}; masked MHA needs SM100."
-
-
-def _fa4_usable(dims: Mapping[str, int], kv_cache_dtype: str, sm90: bool) -> bool:
-    if sm90:
-        # The layer's own question would install SM90's thresholds in this process.
-        return is_fa_version_supported(4)
-    return layer_module._is_masked_mha_available(*dims.values(), kv_cache_dtype)
+    if major not in (9, 10):
+        return f"The GPU is SM{major}{minor}; masked MHA needs SM100 or SM90."
+    return "vLLM does not select FA4 on this GPU."
 
 
 def report_serving(
     model: str,
     tensor_parallel_size: int,
     kv_cache_dtype: str,
-    capability: tuple[int, int] | None,
+    capability: tuple[int, int],
 ) -> ServingReport:
-    """Answer for one model.
+    """Answer for one launch, in a process that `gpu.stand_in_for_gpu` has prepared.
 
     Args:
         model: its folder or `config.json`.
         tensor_parallel_size: as `vllm serve` will get it.
         kv_cache_dtype: as `vllm serve` will get it.
-        capability: compute capability of the GPU, None without one.
+        capability: the GPU's compute capability.
 
     Raises:
-        ValueError: a model without a readable configuration.
+        ValueError: an argument that makes no sense.
     """
-    config = read_config(model)
-    dims = {name: config.get(name) for name in _DIMS}
-    index_topk = config.get("index_topk")
-    sm90 = envs.sm90() and capability is not None and capability[0] == 9
-    reasons = [_device_reason(capability, sm90)]
-    quantized = is_quantized_kv_cache(kv_cache_dtype)
-    if quantized:
+    gpu = "sm_{}{}".format(*capability)
+    asked = (model, gpu, tensor_parallel_size, kv_cache_dtype)
+    try:
+        launch = resolve_launch(model, tensor_parallel_size, kv_cache_dtype)
+    except LaunchRefused as refusal:
+        return ServingReport(*asked, (f"vLLM refuses this launch: {refusal}",))
+    if launch is None:
+        return ServingReport(*asked, ("The model has no sparse MLA.",))
+    reasons = []
+    if not launch.available:
+        reasons.append(_reason_against(launch, capability))
+    sm90 = capability[0] == 9
+    whole_prompts, with_context = _thresholds(launch, tensor_parallel_size, sm90)
+    if not whole_prompts and not with_context:
         reasons.append(
-            f"The KV cache is quantized ({kv_cache_dtype}); masked MHA needs auto or "
-            "bfloat16."
+            f"The thresholds for {launch.backend} admit no prompt length at tensor "
+            f"parallel size {tensor_parallel_size}."
         )
-    backends: tuple[BackendRanges, ...] = ()
-    known = tuple(dims.values()) in layer_module.MASKED_MHA_MODEL_DIMS
-    if index_topk is None:
-        reasons.append("The model has no sparse attention (no index_topk).")
-    elif not known:
-        sizes = ", ".join(f"{name} {value}" for name, value in dims.items())
-        reasons.append(f"FA4 has no masked kernel for the model's dimensions: {sizes}.")
-    else:
-        backends = _backends(dims, index_topk, tensor_parallel_size, sm90)
-        if not any(row.whole_prompts or row.with_context for row in backends):
-            reasons.append(
-                "vLLM's thresholds admit no prompt length at tensor parallel size "
-                f"{tensor_parallel_size}."
-            )
-    reasons = [reason for reason in reasons if reason]
-    if not reasons and not _fa4_usable(dims, kv_cache_dtype, sm90):
-        reasons.append("vLLM does not select FA4 on this GPU.")
     workspace_bytes = layer_module.GLOBAL_TOPK_MASK_MAX_BYTES
     return ServingReport(
-        model=model,
-        tensor_parallel_size=tensor_parallel_size,
-        kv_cache_dtype=kv_cache_dtype,
-        index_topk=index_topk,
-        reasons=tuple(reasons),
-        backends=backends,
-        workspace_bytes=workspace_bytes,
-        workspace=_workspace_rows(workspace_bytes),
+        *asked,
+        tuple(reasons),
+        launch,
+        whole_prompts,
+        with_context,
+        workspace_bytes,
+        _workspace_rows(workspace_bytes),
     )
