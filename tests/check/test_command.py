@@ -134,3 +134,21 @@ def test_without_the_overlay_it_fails_and_prints_plainly():
     assert "Overlay in a new process: FAILED" in done.stdout
     assert "Result: FAILED" in done.stdout
     assert "\x1b" not in done.stdout
+
+
+def test_an_unknown_kv_cache_dtype_gets_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ("--model", str(tmp_path), "--gpu", "sm_100")
+    done = _run("check", *arguments, "--kv-cache-dtype", "bogus")
+    assert done.returncode == 2
+    assert "Error: Invalid value: --kv-cache-dtype must be one of auto, " in done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
+def test_without_the_overlay_nothing_is_said_of_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ("--model", str(tmp_path), "--gpu", "sm_100", "--json")
+    done = _run("check", *arguments, VLLM_PLUGINS="")
+    assert done.returncode == 1, done.stderr
+    report = _json(done)
+    assert not report["ok"] and report["serving"] is None

@@ -35,6 +35,11 @@ WRONG = {
     "budget": ("check --budget 0", "--budget"),
     "heads": ("check --heads 0", "--heads"),
     "top-k": ("check --topk 0", "--topk"),
+    "model": ("check --model nowhere", "path 'nowhere' does not exist"),
+    "gpu": ("check --model . --gpu sm_80", "'sm_80' is not one of"),
+    "no gpu": ("check --model .", "there is no NVIDIA GPU here: name the one that"),
+    "gpu without model": ("check --gpu sm_90", "--gpu, --tp and --kv-cache-dtype need"),
+    "tp": ("check --model . --tp 0", "--tp"),
     "arch": ("codegen --arch sm_80", "arch must look like sm_100a"),
     "callback": ("codegen --callback bogus", "callback must be one of none, word32"),
     "callback file": ("codegen --callback x.py:f", "there is no file x.py"),
@@ -60,6 +65,7 @@ WRONG = {
 @pytest.mark.parametrize("command, message", WRONG.values(), ids=WRONG)
 def test_a_wrong_argument_gets_one_line(command, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     file = tmp_path / "file.py"
     file.write_text("def f(): ...\n")
     result = CliRunner().invoke(app, command.replace("FILE", str(file)).split())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
@@ -238,7 +239,7 @@ def _parse_prompts(text: str | None) -> tuple[int, ...] | None:
 
 
 def _answer_for_model(
-    model: str, gpu: str | None, tp: int, kv_cache_dtype: str, as_json: bool
+    model: Path, gpu: str | None, tp: int, kv_cache_dtype: str, as_json: bool
 ) -> NoReturn:
     from vllm_sparse_mla.check import render
 
@@ -246,19 +247,26 @@ def _answer_for_model(
     try:
         with _progress() as progress:
             env, _ = _prepare(progress, capability)
-            from vllm_sparse_mla.check.serving_report import report_serving
+            serving = None
+            # Stock vLLM has not what decides.
+            if env.here.active:
+                from vllm_sparse_mla.check.serving_report import report_serving
 
-            progress("asking vLLM")
-            serving = report_serving(model, tp, kv_cache_dtype, capability)
+                progress("asking vLLM")
+                serving = report_serving(str(model), tp, kv_cache_dtype, capability)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
-        report = {"environment": env.to_dict(), "serving": serving.to_dict()}
+        report = {
+            "environment": env.to_dict(),
+            "serving": serving and serving.to_dict(),
+        }
         typer.echo(json.dumps({"ok": env.ok} | report))
     else:
         console = render.make_console()
         render.print_environment(console, env)
-        render.print_serving(console, serving)
+        if serving is not None:
+            render.print_serving(console, serving)
     raise typer.Exit(0 if env.ok else 1)
 
 
@@ -281,10 +289,11 @@ def command(
         bool, typer.Option("--skip-codegen", help="Compile nothing.")
     ] = False,
     model: Annotated[
-        str | None,
+        Path | None,
         typer.Option(
+            exists=True,
             help="Folder or config.json of a model: instead of the check, say whether "
-            "masked MHA will serve it and for which prompts."
+            "masked MHA will serve it and for which prompts.",
         ),
     ] = None,
     gpu: Annotated[
