@@ -6,6 +6,7 @@ import os
 
 STRICT = "VLLM_SPARSE_MLA_STRICT"
 SM90 = "VLLM_SPARSE_MLA_SM90"
+QUANTIZED_KV = "VLLM_SPARSE_MLA_QUANTIZED_KV"
 
 
 def _switch(name: str) -> bool:
@@ -23,13 +24,18 @@ def sm90() -> bool:
     return _switch(SM90)
 
 
+def quantized_kv() -> bool:
+    """Whether the operator asked for masked MHA over quantized KV caches on SM100."""
+    return _switch(QUANTIZED_KV)
+
+
 def check() -> None:
     """Refuses values that mean nothing.
 
     Raises:
         ValueError: if a variable is neither on nor off.
     """
-    for name in (STRICT, SM90):
+    for name in (STRICT, SM90, QUANTIZED_KV):
         value = os.environ.get(name, "")
         if value.strip().lower() not in ("true", "1", "false", "0", ""):
             raise ValueError(
@@ -43,4 +49,6 @@ def register_with_vllm() -> None:
 
     # vLLM keys its torch.compile cache by the values of all that it knows. Strictness
     # changes nothing that is compiled, so vLLM gets its name alone.
-    vllm.envs.environment_variables.update({STRICT: lambda: None, SM90: sm90})
+    vllm.envs.environment_variables.update(
+        {STRICT: lambda: None, SM90: sm90, QUANTIZED_KV: quantized_kv}
+    )

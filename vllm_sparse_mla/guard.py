@@ -68,6 +68,7 @@ OVERLAID_FILES = (
         "59562acfdd64194009e6b91fb867584a3138a987392d5ba23781c28ab67173aa",
     ),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_estimate"),
+    OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_kv_cache"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_sm90"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_warmup"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask"),

@@ -175,7 +175,7 @@ def test_an_obstacle_is_an_error_where_strict(unregistered, monkeypatch, spoil):
     assert overlay.active_finder() is None
 
 
-@pytest.mark.parametrize("name", [envs.STRICT, envs.SM90])
+@pytest.mark.parametrize("name", [envs.STRICT, envs.SM90, envs.QUANTIZED_KV])
 def test_a_value_that_means_nothing(monkeypatch, name):
     monkeypatch.setenv(name, "yes")
     with pytest.raises(ValueError, match=f"{name} must be 1, true, 0, .* got 'yes'"):
@@ -189,14 +189,19 @@ VALUES |= {"1": True, "true": True, "TRUE": True, " 1 ": True}
 @pytest.mark.parametrize(("value", "expected"), VALUES.items())
 def test_a_switch_means_the_same_to_plugin_and_patch(monkeypatch, value, expected):
     """The patch puts its switch into vLLM's table of variables."""
-    patched = eval("{\n" + "\n".join(switch._ENTRY) + "\n}", {"os": os})
-    for name, read in ((envs.STRICT, envs.strict), (envs.SM90, envs.sm90)):
+    patched = eval("{\n" + "\n".join(switch._ENTRIES) + "\n}", {"os": os})
+    for name, read in (
+        (envs.STRICT, envs.strict),
+        (envs.SM90, envs.sm90),
+        (envs.QUANTIZED_KV, envs.quantized_kv),
+    ):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
         assert read() is expected
         envs.check()
-    assert patched[envs.SM90]() is expected
+    assert len(patched) == 2
+    assert {read() for read in patched.values()} == {expected}
 
 
 def test_fa4_is_overlaid_only_on_request(monkeypatch):

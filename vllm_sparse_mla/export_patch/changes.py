@@ -12,7 +12,7 @@ from vllm_sparse_mla.export_patch.port import port_test
 from vllm_sparse_mla.export_patch.splice import Definition, Rules, splice
 from vllm_sparse_mla.export_patch.suite import Suite
 from vllm_sparse_mla.export_patch.switch import PATH as SWITCH_PATH
-from vllm_sparse_mla.export_patch.switch import declare_switch
+from vllm_sparse_mla.export_patch.switch import declare_switches
 from vllm_sparse_mla.guard import (
     EDITED_FILES,
     OVERLAID_FILES,
@@ -106,7 +106,7 @@ def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
         for file in OVERLAID_FILES + EDITED_FILES
         if not _is_fa4(file)
     ]
-    changes.append(declare_switch((root / SWITCH_PATH).read_text()))
+    changes.append(declare_switches((root / SWITCH_PATH).read_text()))
     for name, text in (suite.files if suite else {}).items():
         if not (root / name).is_file():
             changes.append(Change(name, None, text))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The Hopper opt-in among vLLM's own environment variables.
+"""The opt-ins among vLLM's own environment variables.
 
-The plugin adds the variable at run time; upstream declares its variables in one file.
+The plugin adds the variables at run time; upstream declares its variables in one file.
 """
 
 import ast
@@ -12,19 +12,31 @@ from vllm_sparse_mla.export_patch.source import is_type_checking
 from vllm_sparse_mla.export_patch.splice import Definition
 
 PATH = "vllm/envs.py"
-_NAME = "VLLM_SPARSE_MLA_SM90"
-_DECLARATION = [f"    {_NAME}: bool = False"]
-_ENTRY = [
-    "    # If set, sparse MLA prefills on Hopper (SM90) may take masked MHA. Needs the",
-    "    # packed-mask branch in FA4's SM90 kernel.",
-    f'    "{_NAME}": lambda: (',
-    f'        os.getenv("{_NAME}", "0").strip().lower() in ("true", "1")',
-    "    ),",
+_SWITCHES = {
+    "VLLM_SPARSE_MLA_SM90": (
+        "If set, sparse MLA prefills on Hopper (SM90) may take masked MHA. Needs the",
+        "packed-mask branch in FA4's SM90 kernel.",
+    ),
+    "VLLM_SPARSE_MLA_QUANTIZED_KV": (
+        "If set, sparse MLA prefills on SM100 may take masked MHA over quantized KV",
+        "caches too.",
+    ),
+}
+_DECLARATIONS = [f"    {name}: bool = False" for name in _SWITCHES]
+_ENTRIES = [
+    line
+    for name, comment in _SWITCHES.items()
+    for line in (
+        *(f"    # {text}" for text in comment),
+        f'    "{name}": lambda: (',
+        f'        os.getenv("{name}", "0").strip().lower() in ("true", "1")',
+        "    ),",
+    )
 ]
 
 
-def declare_switch(before: str) -> Change:
-    """Add the variable to ``vllm/envs.py``.
+def declare_switches(before: str) -> Change:
+    """Add the variables to ``vllm/envs.py``.
 
     Args:
         before: Upstream's text.
@@ -42,6 +54,7 @@ def declare_switch(before: str) -> Change:
             last_entry = node.value.values[-1]
     if declared is None or last_entry is None:
         raise ValueError(f"{PATH} must have a table of variables, and has none")
-    lines[last_entry.end_lineno : last_entry.end_lineno] = _ENTRY
-    lines[declared.end_lineno : declared.end_lineno] = _DECLARATION
-    return Change(PATH, before, "\n".join(lines), (Definition(_NAME, "new"),))
+    lines[last_entry.end_lineno : last_entry.end_lineno] = _ENTRIES
+    lines[declared.end_lineno : declared.end_lineno] = _DECLARATIONS
+    definitions = tuple(Definition(name, "new") for name in _SWITCHES)
+    return Change(PATH, before, "\n".join(lines), definitions)

@@ -354,6 +354,12 @@ class World:
         step.assert_canaries()
         return output.unflatten(-1, (self.dims.num_heads, self.dims.v_head_dim))
 
+    def device_calls(self) -> contextlib.AbstractContextManager[None]:
+        """What a layer calls, replaced where there is no GPU; attention is noted."""
+        on_gpu = self.device.type == "cuda"
+        attend = None if on_gpu else attend_on_host
+        return noted_attention(self.calls, attend, cache_ops=on_gpu)
+
     def new_output(self, step: Step) -> torch.Tensor:
         shape = (len(step.q), self.dims.num_heads * self.dims.v_head_dim)
         return step.q.new_full(shape, math.nan)
@@ -364,9 +370,7 @@ class World:
         if self.dims.kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
             # As vLLM hands it to the layer, whichever of the formats it holds.
             cache = cache.view(torch.float8_e4m3fn)
-        on_gpu = self.device.type == "cuda"
-        attend = None if on_gpu else attend_on_host
-        with noted_attention(self.calls, attend, cache_ops=on_gpu):
+        with self.device_calls():
             impl.forward_mha(
                 step.q,
                 step.latents[:, :rank],

@@ -126,7 +126,7 @@ def test_the_opt_in_keeps_upstreams_other_conditions(on_device):
     on_device(90, "1")
     available = sparse_mla_attention._is_masked_mha_available
     assert available(*GLM_DIMS, "bfloat16")
-    assert not available(*GLM_DIMS, "fp8_ds_mla")
+    assert not available(*GLM_DIMS, "nvfp4_ds_mla")
     assert not available(16, *DEEPSEEK_DIMS[1:], "auto")
 
 

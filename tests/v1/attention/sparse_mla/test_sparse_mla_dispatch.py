@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import vllm.envs as envs
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import fa_utils
@@ -159,29 +160,66 @@ def test_the_opt_in_asks_whether_fa4_runs_not_what_vllm_prefers(on):
     assert not available(DEEPSEEK)
 
 
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "expected"),
-    [
-        ("auto", True),
-        ("bfloat16", True),
-        ("float16", True),
-        ("fp8", False),
-        ("fp8_e4m3", False),
-        ("fp8_ds_mla", False),
-        ("nvfp4", False),
-    ],
-)
+UNQUANTIZED = ("auto", "bfloat16", "float16")
+READ_WITH_THE_OPT_IN = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
+NEVER_READ = ("nvfp4_ds_mla", "nvfp4", "fp8_per_token_head", "turboquant_k8v4")
+KV_CACHE_DTYPES = UNQUANTIZED + READ_WITH_THE_OPT_IN + NEVER_READ
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
 @pytest.mark.parametrize("name", ["sm100", "sm103"])
-def test_kv_cache_dtypes(on, name, kv_cache_dtype, expected):
+def test_kv_cache_dtypes(on, name, kv_cache_dtype):
     on(name)
-    assert available(DEEPSEEK, kv_cache_dtype) is expected
+    assert available(DEEPSEEK, kv_cache_dtype) is (kv_cache_dtype in UNQUANTIZED)
 
 
 @pytest.mark.stock_fails(NO_OPT_IN)
-def test_kv_cache_dtypes_with_the_opt_in(on):
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
+@pytest.mark.parametrize("name", ["sm90", "sm100", "sm103"])
+def test_kv_cache_dtypes_with_the_opt_in(on, name, kv_cache_dtype, monkeypatch):
+    """On SM90 the one switch covers quantized caches, on SM100 it takes another."""
+    on(name, opt_in=name == "sm90")
+    if name != "sm90":
+        switch = "VLLM_SPARSE_MLA_QUANTIZED_KV"
+        monkeypatch.setitem(envs.environment_variables, switch, lambda: True)
+    read = kv_cache_dtype not in NEVER_READ
+    assert available(DEEPSEEK, kv_cache_dtype) is read
+
+
+@pytest.mark.stock_fails(NO_OPT_IN)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
+def test_rows_of_fp8_ds_mla_have_a_rope_part(on, kv_cache_dtype):
     on("sm90", opt_in=True)
-    assert available(DEEPSEEK, "bfloat16")
-    assert not available(DEEPSEEK, "fp8_ds_mla")
+    assert available(GLM, kv_cache_dtype)
+    assert available(GLM_FLASH, kv_cache_dtype) is (kv_cache_dtype != "fp8_ds_mla")
+
+
+@pytest.mark.stock_fails("stock logs nothing")
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "reason"),
+    [
+        ("fp8_e4m3", "VLLM_SPARSE_MLA_QUANTIZED_KV=1"),
+        ("nvfp4_ds_mla", "later chunks of a context cannot be fetched"),
+        ("int8_per_token_head", "no gather for int8_per_token_head"),
+    ],
+)
+def test_a_server_where_only_the_cache_refuses_says_why(
+    on, kv_cache_dtype, reason, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(
+        sparse_mla_attention.logger,
+        "info_once",
+        lambda message, *args: said.append(message % args),
+        raising=False,
+    )
+    on("sm90")
+    assert not available(DEEPSEEK, kv_cache_dtype)
+    on("sm100")
+    assert not available((16, *DEEPSEEK[1:]), kv_cache_dtype)
+    assert said == []
+    assert not available(DEEPSEEK, kv_cache_dtype)
+    assert len(said) == 1 and reason in said[0]
 
 
 def uses_mha(*, available=True, force_mqa=False, fits=True, **changes):
@@ -206,6 +244,7 @@ def uses_mha(*, available=True, force_mqa=False, fits=True, **changes):
     prefill = SimpleNamespace(
         max_query_len=4096, chunked_context=None, use_dense_mha=False
     )
+    prefill = changes.pop("prefill", prefill)
     metadata = SimpleNamespace(prefill=prefill, prefill_max_seq_len=4096)
     for name, value in changes.items():
         setattr(layer, name, value)
@@ -229,6 +268,31 @@ def test_upstreams_layer_decides(monkeypatch, changes, expected):
     table = {(192, 128): {"FLASHMLA_SPARSE": ranges}}
     monkeypatch.setattr(mla_attention, "_MASKED_MHA_THRESHOLDS", table)
     assert uses_mha(**changes) is expected
+
+
+@pytest.mark.parametrize("builder_has_workspace", [True, False])
+@pytest.mark.parametrize("layer_may", [True, False])
+def test_layer_and_builder_may_differ(monkeypatch, layer_may, builder_has_workspace):
+    """Layers left out by ``--kv-cache-dtype-skip-layers`` have a dtype of their own."""
+    ranges = {1: (((4096, 0),), None)}
+    table = {(192, 128): {"FLASHMLA_SPARSE": ranges}}
+    monkeypatch.setattr(mla_attention, "_MASKED_MHA_THRESHOLDS", table)
+    impl = SimpleNamespace(
+        masked_mha_available=layer_may,
+        dcp_world_size=1,
+        masked_mha_workspace_fits=(
+            sparse_mla_attention.SparseMLACommonImpl.masked_mha_workspace_fits
+        ),
+    )
+    workspace = torch.empty(1 << 20, dtype=torch.int32)
+    prefill = SimpleNamespace(
+        max_query_len=2500,
+        query_lens_cpu=torch.tensor([2500]),
+        chunked_context=None,
+        use_dense_mha=False,
+        topk_mask_workspace=workspace if builder_has_workspace else None,
+    )
+    assert uses_mha(impl=impl, prefill=prefill) is (layer_may and builder_has_workspace)
 
 
 BACKENDS = {

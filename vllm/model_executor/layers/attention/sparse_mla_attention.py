@@ -32,6 +32,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
     accumulate_mla_context_chunk,
     init_mla_context_partial,
 )
+from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
+    check_kv_cache,
+    install_quantized_kv_thresholds,
+    kv_cache_refusal,
+)
 from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
     install_sm90_thresholds,
     sm90_masked_mha_enabled,
@@ -105,7 +110,8 @@ def _is_masked_mha_available(
     """Whether masked MHA can serve this model on this device at all.
 
     SM100 by default; SM90 only where the operator asked for it
-    (``VLLM_SPARSE_MLA_SM90=1``).
+    (``VLLM_SPARSE_MLA_SM90=1``), quantized KV caches on SM100 likewise
+    (``VLLM_SPARSE_MLA_QUANTIZED_KV=1``).
     """
     model_dims = (
         num_heads_total,
@@ -114,18 +120,30 @@ def _is_masked_mha_available(
         qk_rope_head_dim,
         v_head_dim,
     )
-    if model_dims not in MASKED_MHA_MODEL_DIMS or is_quantized_kv_cache(kv_cache_dtype):
-        return False
-    if sm90_masked_mha_enabled():
-        # vLLM selects FA3 on SM90; the masked path asks for FA4 by itself.
-        return is_fa_version_supported(4)
-    if not current_platform.is_device_capability_family(100):
+    if model_dims not in MASKED_MHA_MODEL_DIMS:
         return False
     qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
-    if (qk_head_dim, v_head_dim) == (256, 256):
+    if sm90_masked_mha_enabled():
+        # vLLM selects FA3 on SM90; the masked path asks for FA4 by itself.
+        has_fa4 = is_fa_version_supported(4)
+    elif not current_platform.is_device_capability_family(100):
+        return False
+    elif (qk_head_dim, v_head_dim) == (256, 256):
         # The selector rules out 256 for the sake of paged K/V; here K/V are contiguous.
-        return get_flash_attn_version() == 4
-    return get_flash_attn_version(head_size=qk_head_dim, head_size_v=v_head_dim) == 4
+        has_fa4 = get_flash_attn_version() == 4
+    else:
+        has_fa4 = (
+            get_flash_attn_version(head_size=qk_head_dim, head_size_v=v_head_dim) == 4
+        )
+    if not has_fa4:
+        return False
+    refusal = kv_cache_refusal(kv_cache_dtype, qk_rope_head_dim)
+    if refusal is not None:
+        logger.info_once(
+            "Sparse MLA: prefills longer than the top-k do not take masked MHA: %s.",
+            refusal,
+        )
+    return refusal is None
 
 
 def _check_topk_mask_storage(mask: torch.Tensor, name: str = "mask") -> None:
@@ -272,6 +290,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         if self.masked_mha_available:
             if sm90_masked_mha_enabled():
                 install_sm90_thresholds()
+            elif is_quantized_kv_cache(self.kv_cache_dtype):
+                install_quantized_kv_thresholds()
             register_masked_mha_warmup()
 
     @staticmethod
@@ -466,17 +486,28 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 continue
             if chunk.continuation_token_end == tokens.start:
                 chunk = replace(chunk, is_continuation=False)
-            ops.gather_and_maybe_dequant_cache(
+            rows = dict(
                 src_cache=kv_c_and_k_pe_cache,
-                dst=workspace,
                 block_table=prefill_metadata.block_table[chunk.request_slice],
-                cu_seq_lens=chunk.cu_seq_lens,
-                token_to_seq=chunk.token_to_seq,
-                num_tokens=num_tokens,
-                kv_cache_dtype=self.kv_cache_dtype,
-                scale=k_scale,
                 seq_starts=chunk.starts,
             )
+            if self.kv_cache_dtype == "fp8_ds_mla":
+                ops.cp_gather_and_upconvert_fp8_kv_cache(
+                    dst=workspace[:num_tokens],
+                    workspace_starts=chunk.cu_seq_lens,
+                    batch_size=chunk.num_requests,
+                    **rows,
+                )
+            else:
+                ops.gather_and_maybe_dequant_cache(
+                    dst=workspace,
+                    cu_seq_lens=chunk.cu_seq_lens,
+                    token_to_seq=chunk.token_to_seq,
+                    num_tokens=num_tokens,
+                    kv_cache_dtype=self.kv_cache_dtype,
+                    scale=k_scale,
+                    **rows,
+                )
             latents = workspace[:num_tokens]
             k, v = self._project_kv(
                 latents[:, : self.kv_lora_rank],
@@ -580,6 +611,13 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             self._run_masked_mha(**suffix, mask=mask, out=attn_out)
             return
 
+        check_kv_cache(
+            kv_c_and_k_pe_cache,
+            self.kv_cache_dtype,
+            self.kv_lora_rank,
+            self.qk_rope_head_dim,
+            k_scale,
+        )
         mask = self._build_whole_topk_mask(topk, prefill, max_seq_len)
         suffix_mask, key_starts = self._range_topk_mask(mask, topk, prefill)
         suffix_output, suffix_lse = self._run_masked_mha(
