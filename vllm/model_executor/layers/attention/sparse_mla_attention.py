@@ -590,6 +590,14 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         assert self.topk_indices_buffer is not None
         if q.shape[0] == 0:
             return
+        if prefill.chunked_context is not None:
+            check_kv_cache(
+                kv_c_and_k_pe_cache,
+                self.kv_cache_dtype,
+                self.kv_lora_rank,
+                self.qk_rope_head_dim,
+                k_scale,
+            )
         first = attn_metadata.num_decode_tokens
         topk = self.topk_indices_buffer[first : first + q.shape[0]]
         k, v = self._project_kv(kv_c_normed, k_pe)
@@ -611,13 +619,6 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             self._run_masked_mha(**suffix, mask=mask, out=attn_out)
             return
 
-        check_kv_cache(
-            kv_c_and_k_pe_cache,
-            self.kv_cache_dtype,
-            self.kv_lora_rank,
-            self.qk_rope_head_dim,
-            k_scale,
-        )
         mask = self._build_whole_topk_mask(topk, prefill, max_seq_len)
         suffix_mask, key_starts = self._range_topk_mask(mask, topk, prefill)
         suffix_output, suffix_lse = self._run_masked_mha(
