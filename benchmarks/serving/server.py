@@ -87,6 +87,7 @@ class Server:
         max_num_seqs: Most requests in a step.
         kv_cache_gib: KV cache size. Given, so that vLLM does not derive it from
             free memory, which servers that start side by side change.
+        kv_cache_dtype: As ``vllm serve`` takes it.
         tensor_parallel_size: GPUs to use.
         extra_args: Further command line arguments.
         extra_env: Further environment variables.
@@ -99,6 +100,7 @@ class Server:
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 64
     kv_cache_gib: float = 4.0
+    kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     extra_args: Sequence[str] = field(default_factory=compile_arguments)
     extra_env: Mapping[str, str] = field(default_factory=dict)
@@ -123,6 +125,7 @@ class Server:
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *("--gpu-memory-utilization", "0.1"),
             *("--kv-cache-memory-bytes", str(int(self.kv_cache_gib * 2**30))),
+            *("--kv-cache-dtype", self.kv_cache_dtype),
             *("--jit-monitor-verbose", "--enable-prompt-tokens-details"),
             *("--disable-uvicorn-access-log", "--seed", "0"),
             *self.extra_args,

@@ -85,9 +85,19 @@ def start_server(serve_folder, report_dir) -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture(scope="session")
-def servers(sm90_gpus, start_server) -> dict[str, Server]:
-    """Stock, patched and opt-in on one GPU, started side by side."""
-    started = {variant: start_server(variant, variant) for variant in VARIANTS}
+def servers(request, sm90_gpus, start_server) -> Iterator[dict[str, Server]]:
+    """Stock, patched and opt-in on one GPU, started side by side.
+
+    The parameter is the dtype of their KV caches.
+    """
+    started = {
+        variant: start_server(
+            f"{variant}-{request.param}", variant, kv_cache_dtype=request.param
+        )
+        for variant in VARIANTS
+    }
     for server in started.values():
         server.wait_ready()
-    return started
+    yield started
+    for server in started.values():
+        server.stop()

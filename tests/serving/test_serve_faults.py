@@ -17,7 +17,10 @@ from serving.client import (
 from serving.compare import Difference, difference
 from serving.server import VARIANTS, Server
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("servers", ["auto"], indirect=True),
+]
 
 LONG_PROMPT = make_prompt(7000, seed=3)
 # Thrice what stock differed from itself by at 300 tokens on an H200 (0.02, 0.003).
