@@ -25,7 +25,14 @@ from vllm_sparse_mla.export_patch.source import (
 
 UPSTREAM_PACKAGE = "tests.v1.attention.sparse_mla"
 # Modules of this package that the tests import: they travel with them.
-SHARED_MODULES = ("host_callbacks", "kv_cache", "reference", "stand_ins", "world")
+SHARED_MODULES = (
+    "host_callbacks",
+    "kv_cache",
+    "reference",
+    "served",
+    "stand_ins",
+    "world",
+)
 _OWN_PACKAGE = "vllm_sparse_mla"
 _TESTING = f"{_OWN_PACKAGE}.testing"
 # Markers to which this repository's own conftest gives a meaning: what a tree that is

@@ -336,8 +336,8 @@ def test_a_backend_that_turns_masked_mha_off_registers_nothing(monkeypatch):
     impl.masked_mha_available = False
     monkeypatch.setattr(
         sparse_mla_attention,
-        "register_masked_mha_warmup",
-        lambda: pytest.fail("registered"),
+        "prepare_masked_mha",
+        lambda impl: pytest.fail("registered"),
         raising=False,
     )
     impl.process_weights_after_loading(torch.bfloat16)

@@ -8,6 +8,7 @@ SPARSE_MLA_REPORT names a file for the counts as JSON lines.
 
 import collections
 import importlib.util
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -264,11 +265,15 @@ def test_after_warm_up_no_length_compiles(make_world, report, dims, lengths):
         cache.clear()
     start = time.perf_counter()
     kernel = sparse_mla_warmup.FA4_MASKED_MHA_KERNEL
-    topk = {"long": 2048, "short": 0}[lengths]
-    for tiles in sparse_mla_warmup.reachable_query_tiles(topk):
-        for masked_call in sparse_mla_warmup.MASKED_CALLS:
-            key = kernel.CompileKey(masked_call, 16, *dims, torch.bfloat16, tiles)
-            kernel.compile(key)
+    query_lens = {"long": (8192,), "short": (128, 256, 8192)}[lengths]
+    for masked_call, num_requests, query_len in itertools.product(
+        sparse_mla_warmup.MASKED_CALLS, (1, 2), query_lens
+    ):
+        kernel.compile(
+            kernel.CompileKey(
+                masked_call, 16, *dims, torch.bfloat16, num_requests, query_len
+            )
+        )
     fa4_seconds = time.perf_counter() - start
     builder.compile(builder.CompileKey(vectorized=True))
     seconds = time.perf_counter() - start

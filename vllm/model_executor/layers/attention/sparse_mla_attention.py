@@ -42,7 +42,10 @@ from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
     sm90_masked_mha_enabled,
 )
 from vllm.model_executor.layers.attention.sparse_mla_warmup import (
-    register_masked_mha_warmup,
+    MASKED_MHA_WARMUP,
+    MAX_MASKED_MHA_REQUESTS,
+    masked_mha_is_ruled_out,
+    prepare_masked_mha,
 )
 from vllm.platforms import current_platform
 from vllm.triton_utils import triton
@@ -111,7 +114,8 @@ def _is_masked_mha_available(
 
     SM100 by default; SM90 only where the operator asked for it
     (``VLLM_SPARSE_MLA_SM90=1``), quantized KV caches on SM100 likewise
-    (``VLLM_SPARSE_MLA_QUANTIZED_KV=1``).
+    (``VLLM_SPARSE_MLA_QUANTIZED_KV=1``). False also where the layers of the
+    current configuration are known not to take it, which the metadata builder asks.
     """
     model_dims = (
         num_heads_total,
@@ -120,7 +124,7 @@ def _is_masked_mha_available(
         qk_rope_head_dim,
         v_head_dim,
     )
-    if model_dims not in MASKED_MHA_MODEL_DIMS:
+    if model_dims not in MASKED_MHA_MODEL_DIMS or masked_mha_is_ruled_out():
         return False
     qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
     if sm90_masked_mha_enabled():
@@ -292,15 +296,17 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 install_sm90_thresholds()
             elif is_quantized_kv_cache(self.kv_cache_dtype):
                 install_quantized_kv_thresholds()
-            register_masked_mha_warmup()
+            self.masked_mha_available = prepare_masked_mha(self)
 
     @staticmethod
     def masked_mha_workspace_fits(prefill: MLACommonPrefillMetadata) -> bool:
-        """Whether this prefill batch's top-k masks fit the workspace."""
+        """Whether masked MHA has kernels and room for this prefill batch's masks."""
         workspace = prefill.topk_mask_workspace
         if workspace is None or prefill.query_lens_cpu is None:
             return False
         batch_size = len(prefill.query_lens_cpu)
+        if MASKED_MHA_WARMUP.failed or batch_size > MAX_MASKED_MHA_REQUESTS:
+            return False
         max_chunk_len = 0
         if prefill.chunked_context is not None:
             max_chunk_len = max(

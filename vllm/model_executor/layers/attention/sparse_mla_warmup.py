@@ -3,30 +3,41 @@
 """Start-up compilation of what the first long prompt would otherwise compile.
 
 FA4 compiles a kernel for each combination of callback, causality and LSE (3 to 6 s
-each), and others for very short queries; the mask builder one for each of its
-specialisations. Both register with vLLM's JIT warm-up registry while the model is
-loaded, only where masked MHA is available.
+each), and others for some request counts and query lengths; the mask builder one for
+each of its specialisations. They are compiled by vLLM's JIT warm-up, or at load where
+``--enforce-eager`` switches that off; only where a prefill can take masked MHA, and if
+one does not compile, prefills run sparse MQA instead.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.model_executor.layers.attention.mla_attention import get_mla_dims
+from vllm.config import get_current_vllm_config_or_none, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLAAttention,
+    get_mla_dims,
+)
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Any batch up to FA4's batch-lookup threshold and any number of keys compile to the
-# same kernel.
-_NUM_REQUESTS = 2
-_KEY_LEN = 4096
-_TILE_LEN = 128
-# Longest queries of one row tile and of two have kernels of their own in FA4; any
-# longer ones share theirs.
-_QUERY_TILES = (1, 2, 3)
+logger = init_logger(__name__)
+
+# Where FA4 may go over to another kernel, of whatever architecture and dimensions.
+# Classes that share one for a call cost nothing: FA4 compiles it once.
+_NUM_REQUESTS = (1, 2)
+_QUERY_LENS = (128, 256, 8192)
+# With more requests FA4 looks them up in another way, by kernels of their own.
+MAX_MASKED_MHA_REQUESTS = 256
+
+# Every threshold of vLLM's table is a multiple of it.
+_LEN_STEP = 1024
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,11 @@ class MaskedCall:
     offset: bool
     causal: bool
     return_lse: bool
+
+    @property
+    def has_context(self) -> bool:
+        """Whether it is one of several partial attentions, to be merged by LSE."""
+        return self.return_lse
 
 
 MASKED_CALLS = (
@@ -50,14 +66,74 @@ MASKED_CALLS = (
 )
 
 
-def reachable_query_tiles(index_topk: int) -> list[int]:
-    """Row tiles of the longest query with which a batch can take masked MHA.
+def _sparse_mla_layers(vllm_config: "VllmConfig | None") -> list[MLAAttention]:
+    """The model's layers that know of masked MHA, as far as they are built."""
+    if vllm_config is None:
+        return []
+    layers = get_layers_from_vllm_config(vllm_config, MLAAttention).values()
+    return [layer for layer in layers if hasattr(layer.impl, "masked_mha_available")]
 
-    A batch without context takes it only with more than ``index_topk`` tokens, and
-    every threshold asks for 512 or more query tokens beside a context.
+
+def masked_mha_is_ruled_out() -> bool:
+    """Whether layers are there, and masked MHA is available to none of them.
+
+    A metadata builder is made after them, and needs no mask workspace then.
     """
-    *short, long = _QUERY_TILES
-    return [*(n for n in short if n * _TILE_LEN > index_topk), long]
+    layers = _sparse_mla_layers(get_current_vllm_config_or_none())
+    return bool(layers) and not any(x.impl.masked_mha_available for x in layers)
+
+
+def _takes_masked_mha(layer: MLAAttention, query_len: int, seq_len: int) -> bool:
+    """Whether vLLM's dispatch sends a prefill of one such request to masked MHA.
+
+    The workspace is taken to be large enough.
+    """
+    context = None
+    if seq_len > query_len:
+        context = SimpleNamespace(chunks=[SimpleNamespace(max_seq_len=0)])
+    prefill = SimpleNamespace(
+        max_query_len=query_len,
+        query_lens_cpu=(query_len,),
+        chunked_context=context,
+        use_dense_mha=False,
+        topk_mask_workspace=torch.empty(2**48, dtype=torch.int32, device="meta"),
+    )
+    return layer._use_sparse_mha(
+        SimpleNamespace(prefill=prefill, prefill_max_seq_len=seq_len)
+    )
+
+
+def masked_mha_query_lens(
+    layer: MLAAttention, vllm_config: "VllmConfig", has_context: bool
+) -> list[int]:
+    """Longest queries with which a batch can take masked MHA in this layer.
+
+    Args:
+        has_context: For batches with cached tokens, or for those without.
+
+    Returns:
+        The upper end of each class of lengths that FA4 may tell apart and of which
+        dispatch admits one; nothing where masked MHA cannot fire.
+    """
+    topk = vllm_config.model_config.hf_text_config.index_topk
+    longest_seq = vllm_config.model_config.max_model_len
+    longest = min(vllm_config.scheduler_config.max_num_batched_tokens, longest_seq)
+    ends = [*(n for n in _QUERY_LENS if n < longest), longest]
+    seq_lens = [*range(_LEN_STEP, longest_seq, _LEN_STEP), longest_seq]
+
+    def admits(low: int, high: int) -> bool:
+        # Of the queries of one sequence length, dispatch prefers the most.
+        if has_context:
+            lens = ((min(high, n - 1), n) for n in seq_lens)
+        else:
+            lens = ((n, n) for n in (*seq_lens, high) if n <= high)
+        return any(
+            _takes_masked_mha(layer, query_len, seq_len)
+            for query_len, seq_len in lens
+            if query_len > low and seq_len > topk
+        )
+
+    return [high for low, high in pairwise((0, *ends)) if admits(low, high)]
 
 
 class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
@@ -71,10 +147,25 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
         qk_rope_head_dim: int
         v_head_dim: int
         dtype: torch.dtype
-        query_tiles: int
+        num_requests: int
+        query_len: int
 
     def get_warmup_keys(self, vllm_config: "VllmConfig") -> list[CompileKey]:
+        """A key for each call, request count and length of queries of its own.
+
+        There are more keys than kernels: for most of them FA4 finds one that is there.
+        """
         dims = get_mla_dims(vllm_config.model_config)
+        layers = _sparse_mla_layers(vllm_config)
+        query_lens = {
+            has_context: {
+                query_len
+                for layer in layers
+                for query_len in masked_mha_query_lens(layer, vllm_config, has_context)
+            }
+            for has_context in (False, True)
+        }
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         return [
             self.CompileKey(
                 call=call,
@@ -85,12 +176,13 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
                 qk_rope_head_dim=dims.qk_rope_head_dim,
                 v_head_dim=dims.v_head_dim,
                 dtype=vllm_config.model_config.dtype,
-                query_tiles=query_tiles,
+                num_requests=num_requests,
+                query_len=query_len,
             )
             for call in MASKED_CALLS
-            for query_tiles in reachable_query_tiles(
-                vllm_config.model_config.hf_text_config.index_topk
-            )
+            for num_requests in _NUM_REQUESTS
+            if num_requests <= max_num_seqs
+            for query_len in sorted(query_lens[call.has_context])
         ]
 
     def compile(self, compile_key: CompileKey) -> None:
@@ -105,31 +197,33 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
         qk_dim = compile_key.qk_nope_head_dim + compile_key.qk_rope_head_dim
         # V is the tail of the joint K/V projection, a strided view.
         kv_dim = compile_key.qk_nope_head_dim + v_dim
-        query_len = compile_key.query_tiles * _TILE_LEN
-        tokens_q, tokens_k = _NUM_REQUESTS * query_len, _NUM_REQUESTS * _KEY_LEN
+        requests, query_len = compile_key.num_requests, compile_key.query_len
+        tokens = requests * query_len
 
         def spec(shape, dtype=compile_key.dtype, align=16, stride=None):
             return _make_compile_only_tensor_spec(shape, dtype, align, stride)
 
         # FA4 takes aux tensors at their natural alignment.
-        aux_tensors = [spec((_NUM_REQUESTS, query_len, 4), torch.int32, None)]
+        aux_tensors = [spec((requests, query_len, 4), torch.int32, None)]
         if call.offset:
-            aux_tensors.append(spec((_NUM_REQUESTS,), torch.int32, None))
+            aux_tensors.append(spec((requests,), torch.int32, None))
         _flash_attn_fwd(
-            q=spec((tokens_q, heads, qk_dim)),
-            k=spec((tokens_k, heads, qk_dim)),
-            v=spec((tokens_k, heads, v_dim), stride=(heads * kv_dim, kv_dim, 1)),
-            cu_seqlens_q=spec((_NUM_REQUESTS + 1,), torch.int32, 4),
-            cu_seqlens_k=spec((_NUM_REQUESTS + 1,), torch.int32, 4),
+            q=spec((tokens, heads, qk_dim)),
+            k=spec((tokens, heads, qk_dim)),
+            v=spec((tokens, heads, v_dim), stride=(heads * kv_dim, kv_dim, 1)),
+            cu_seqlens_q=spec((requests + 1,), torch.int32, 4),
+            cu_seqlens_k=spec((requests + 1,), torch.int32, 4),
             max_seqlen_q=query_len,
-            max_seqlen_k=_KEY_LEN,
+            # As many keys as queries, as the layer calls it for a suffix. FA4 reads no
+            # more from the number of a context chunk's.
+            max_seqlen_k=query_len,
             softmax_scale=qk_dim**-0.5,
             causal=call.causal,
             num_splits=1,
             return_lse=call.return_lse,
-            out=spec((tokens_q, heads, v_dim)),
+            out=spec((tokens, heads, v_dim)),
             lse=(
-                spec((heads, tokens_q), torch.float32, 4, stride=(None, 1))
+                spec((heads, tokens), torch.float32, 4, stride=(None, 1))
                 if call.return_lse
                 else None
             ),
@@ -143,11 +237,82 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
 FA4_MASKED_MHA_KERNEL = FA4MaskedMHAKernel()
 
 
-def register_masked_mha_warmup() -> None:
-    """Register FA4's masked kernels and the mask builder with the active registry."""
-    from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
-        TOPK_MASK_KERNEL,
-    )
+class MaskedMHAWarmup(VllmJitKernel[tuple[VllmJitKernel, Any]]):
+    """Compiles all of masked MHA: FA4's kernels and the mask builder's.
 
-    FA4_MASKED_MHA_KERNEL.register_warmup()
-    TOPK_MASK_KERNEL.register_warmup()
+    Attributes:
+        failed: Something did not compile in this process, which therefore runs sparse
+            MQA in place of masked MHA.
+    """
+
+    failed = False
+
+    def get_warmup_keys(
+        self, vllm_config: "VllmConfig"
+    ) -> list[tuple[VllmJitKernel, Any]]:
+        """Every kernel's own keys; none where masked MHA cannot fire."""
+        from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
+            TOPK_MASK_KERNEL,
+        )
+
+        if not FA4_MASKED_MHA_KERNEL.get_warmup_keys(vllm_config):
+            return []
+        return [
+            (kernel, key)
+            for kernel in (FA4_MASKED_MHA_KERNEL, TOPK_MASK_KERNEL)
+            for key in kernel.get_warmup_keys(vllm_config)
+        ]
+
+    def compile(self, compile_key: tuple[VllmJitKernel, Any]) -> None:
+        if self.failed or compile_key in self._compiled_cache:
+            return
+        kernel, key = compile_key
+        try:
+            kernel.compile(key)
+        except Exception:
+            self.failed = True
+            logger.exception(
+                "Sparse MLA: a kernel of masked MHA does not compile (%s). Prefills "
+                "longer than the top-k run sparse MQA in this process.",
+                key,
+            )
+        self._compiled_cache[compile_key] = True
+
+
+MASKED_MHA_WARMUP = MaskedMHAWarmup()
+
+
+def prepare_masked_mha(impl: Any) -> bool:
+    """Have masked MHA compiled before the first prompt, if this layer can take it.
+
+    Registers with vLLM's JIT warm-up. ``--enforce-eager`` switches that off, and then
+    compiles now.
+
+    Args:
+        impl: The attention implementation of a layer whose model is built.
+
+    Returns:
+        Whether the layer can take masked MHA at all. True if that cannot be known,
+        outside a model.
+    """
+    vllm_config = get_current_vllm_config_or_none()
+    for layer in _sparse_mla_layers(vllm_config):
+        if layer.impl is impl and not any(
+            masked_mha_query_lens(layer, vllm_config, has_context)
+            for has_context in (False, True)
+        ):
+            logger.info_once(
+                "Sparse MLA: masked MHA is available, but no prefill of this server "
+                "can take it. Prefills longer than the top-k run sparse MQA."
+            )
+            return False
+    if (
+        vllm_config is not None
+        and vllm_config.model_config is not None
+        and vllm_config.model_config.enforce_eager
+        and not vllm_config.kernel_config.enable_jit_warmup
+    ):
+        MASKED_MHA_WARMUP.warmup(vllm_config)
+    else:
+        MASKED_MHA_WARMUP.register_warmup()
+    return True
