@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 
-.PHONY: run test test-gpu test-codegen test-patched test-stock lint codegen-latest
+.PHONY: run test test-gpu test-codegen test-patched test-stock lint codegen-latest wheel gpu-report
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
@@ -30,9 +30,18 @@ test-codegen: $(INSTALLED)
 test-patched: $(INSTALLED)
 	$(BIN)/python -m pytest -m extra tests/upstream $(ARGS)
 
+# GPU tests and benchmarks on the GPU that is here, and its page in docs/results.
+gpu-report: export VLLM_SPARSE_MLA_SM90 = 1
+gpu-report: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_report.py $(ARGS)
+
 # The tests that would run in vLLM's own CI, against vLLM without the overlay.
 test-stock: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --stock tests/v1 $(ARGS)
+
+# What is installed beside vLLM: dist/vllm_sparse_mla-*.whl.
+wheel: | $(BIN)/pip
+	$(BIN)/python -m pip wheel --no-deps -w dist .
 
 # A look ahead: what the masked kernels compile to with the newest FA4 on PyPI.
 codegen-latest: $(INSTALLED)
@@ -50,7 +59,7 @@ $(BIN)/pip:
 		$(PYTHON) -m venv --clear --without-pip .venv && \
 		$(PYTHON) -m pip --python $(BIN)/python install pip; }
 
-$(INSTALLED): requirements/common.txt requirements/test.txt pyproject.toml setup.py \
+$(INSTALLED): requirements/common.txt requirements/benchmark.txt requirements/test.txt pyproject.toml setup.py \
 		| $(BIN)/pip
 	@echo "Installing vLLM and what the tests need into .venv"
 	$(BIN)/python -m pip install -r requirements/test.txt

@@ -9,7 +9,6 @@ not count. Medians are given with the 10th and 90th percentile.
 """
 
 import argparse
-import csv
 import functools
 import math
 import os
@@ -25,11 +24,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from result_tables import PACKAGES, as_text, markdown
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.table import Table
 
-PACKAGES = ("vllm", "torch", "triton", "nvidia-cutlass-dsl")
 SPIN_ATTEMPTS = 5
 SPIN_CYCLES_PER_US = 2000  # above any clock of a GPU, so a spin lasts long enough
 
@@ -281,30 +279,16 @@ def origin() -> dict[str, str]:
 def save_csv(path: Path, rows: Sequence[dict]) -> None:
     """Write the rows, each with what `origin` says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    extra = origin()
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *extra])
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _text(v) for name, v in (row | extra).items()})
+    as_text([row | origin() for row in rows]).to_csv(path, index=False)
 
 
-def _text(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def save_plot(path: Path, rows: Sequence[dict]) -> None:
+    """Draw what the rows of this benchmark say; needs matplotlib and seaborn."""
+    from plots import draw
+
+    draw(path, [row | origin() for row in rows])
 
 
 def print_table(title: str, rows: Sequence[dict]) -> None:
-    """Print the rows: a ruled table on a terminal, aligned text in a pipe."""
-    if sys.stdout.isatty():
-        table = Table(title=title)
-        for name in rows[0]:
-            table.add_column(name, justify="right")
-        for row in rows:
-            table.add_row(*map(_text, row.values()))
-        Console().print(table)
-        return
-    lines = [list(rows[0]), *([_text(v) for v in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    print(title)
-    for line in lines:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+    """Print the rows as a Markdown table."""
+    print(f"{title}\n\n{markdown(rows)}")

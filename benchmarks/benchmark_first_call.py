@@ -20,18 +20,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from bench_common import (
     activate_overlay,
     argument_parser,
-    print_table,
     require_gpu,
     save_csv,
+    save_plot,
     with_progress,
 )
+from result_sections import first_calls
 
 from vllm_sparse_mla.testing.stock import load_stock_module
 
@@ -171,55 +171,6 @@ def measure(lengths: list[int], repeat: int, device) -> list[dict]:
     return rows
 
 
-def summarise(rows: list[dict]) -> list[dict]:
-    """One row for each variant."""
-    table = []
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        found = [row for row in rows if row["variant"] == name]
-        first = [row["first call ms"] for row in found]
-        table.append(
-            {
-                "variant": name,
-                "lengths": len(found),
-                "compilations": sum(row["compilations"] for row in found),
-                "first call ms, median": statistics.median(first),
-                "fastest": min(first),
-                "slowest": max(first),
-                "later calls ms, median": statistics.median(
-                    row["later calls ms"] for row in found
-                ),
-            }
-        )
-    return table
-
-
-def draw(path: Path, rows: list[dict]) -> None:
-    """First-call time against the length, one mark per prompt."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        found = [row for row in rows if row["variant"] == name]
-        axes.plot(
-            [row["length"] for row in found],
-            [row["first call ms"] for row in found],
-            linestyle="",
-            marker="o",
-            label=name,
-        )
-    axes.set_yscale("log")
-    axes.set_xlabel("prompt tokens")
-    axes.set_ylabel("first call, milliseconds")
-    axes.set_title(f"First mask of each length, {torch.cuda.get_device_name()}")
-    axes.legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     """Command line."""
     shapes = list(map(str, default_lengths()))
@@ -232,14 +183,12 @@ def main() -> None:
         activate_overlay()
         torch.manual_seed(0)
         rows = measure(args.shapes, args.repeat, device)
-    print_table(
-        f"First mask of each prompt length, {torch.cuda.get_device_name()}",
-        summarise(rows),
-    )
+    print(f"First mask of each prompt length, {torch.cuda.get_device_name()}\n")
+    print(first_calls(rows))
     if args.csv is not None:
         save_csv(args.csv, rows)
     if args.plot is not None:
-        draw(args.plot, rows)
+        save_plot(args.plot, rows)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from bench_common import (
     on_sm90,
     print_table,
     require_gpu,
+    save_plot,
     time_interleaved,
 )
 from mask_cases import MASKS, TOPK
@@ -160,57 +161,6 @@ def cell(row: dict) -> str:
     )
 
 
-def draw(path: Path, rows: Sequence[dict]) -> None:
-    """Times of pure prefills above; better sparse MQA over masked MHA below.
-
-    Where lines cross above, the better way changes. Below are prefills with context.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = sorted({(row["model"], int(row["heads"])) for row in rows})
-    figure, axes = pyplot.subplots(
-        2, len(panels), figsize=(3.2 * len(panels), 7), squeeze=False
-    )
-    for column, (model, heads) in enumerate(panels):
-        shown = [r for r in rows if r["model"] == model and int(r["heads"]) == heads]
-        times, ratios = axes[0][column], axes[1][column]
-        for way in dict.fromkeys(row["way"] for row in shown):
-            pure = [r for r in shown if r["way"] == way and int(r["context"]) == 0]
-            pure.sort(key=lambda row: int(row["queries"]))
-            times.plot(
-                [int(row["queries"]) for row in pure],
-                [float(row["median us"]) / 1e3 for row in pure],
-                marker="o",
-                label=way,
-            )
-        better: dict[tuple[int, int], float] = {}
-        for row in shown:
-            queries, context = int(row["queries"]), int(row["context"])
-            if context and row["way"] not in (MASKED, STOCK_MASKED):
-                place = (queries + context, queries)
-                better[place] = min(float(row[RATIO]), better.get(place, float("inf")))
-        for keys in sorted({keys for keys, _ in better}):
-            line = sorted((q, ratio) for (k, q), ratio in better.items() if k == keys)
-            ratios.plot(*zip(*line), marker="o", label=f"{keys} tokens in all")
-        times.set_title(f"{model}, {heads} heads")
-        times.set_yscale("log")
-        times.set_xlabel("prompt tokens, no context")
-        ratios.axhline(1, color="black", linewidth=0.8)
-        ratios.set_xlabel("new tokens, with context")
-        for axis in (times, ratios):
-            axis.set_xscale("log", base=2)
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("attention of one layer, ms")
-    axes[1][0].set_ylabel("better sparse MQA / masked MHA")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-
-
 def report(rows: Sequence[dict], args) -> None:
     """Everything that follows from the rows."""
     index = BATCH_INDEX if "batch" in rows[0] else INDEX
@@ -222,7 +172,7 @@ def report(rows: Sequence[dict], args) -> None:
     if same:
         print_table("Pure prefills take the same time at", same)
     if args.plot is not None:
-        draw(args.plot, rows)
+        save_plot(args.plot, rows)
 
 
 def make_steps(args) -> list[Step]:

@@ -20,9 +20,14 @@ rank of 8, without the all-reduces; the dispatch is told of the other ranks.
 import asyncio
 import itertools
 import statistics
-from pathlib import Path
 
-from bench_common import argument_parser, print_table, save_csv, with_progress
+from bench_common import (
+    argument_parser,
+    print_table,
+    save_csv,
+    save_plot,
+    with_progress,
+)
 from serving.client import (
     complete,
     make_prompt,
@@ -153,37 +158,6 @@ async def measure(servers, folders, shapes, repeat: int) -> list[dict]:
     return rows
 
 
-def _plot(path: Path, rows: list[dict], model: str) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    counts = sorted({row["at a time"] for row in rows})
-    figure, axes = pyplot.subplots(
-        1, len(counts), figsize=(5 * len(counts), 4), squeeze=False
-    )
-    for axis, count in zip(axes[0], counts, strict=True):
-        for variant in dict.fromkeys(row["variant"] for row in rows):
-            chosen = [
-                row
-                for row in rows
-                if (row["at a time"], row["variant"]) == (count, variant)
-            ]
-            axis.loglog(
-                [row["prompt tokens"] for row in chosen],
-                [row["TTFT median ms"] for row in chosen],
-                marker="o",
-                label=variant,
-            )
-        axis.set_title(f"{model}, {count} at a time")
-        axis.set_xlabel("prompt tokens")
-        axis.set_ylabel("time to first token, ms")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     """Command line."""
     shapes = [f"{n}x{count}" for count in (1, 8) for n in (2048, 4096, 8192, 16384)]
@@ -214,7 +188,7 @@ def main() -> None:
     if args.csv is not None:
         save_csv(args.csv, rows)
     if args.plot is not None:
-        _plot(args.plot, rows, args.model)
+        save_plot(args.plot, rows)
 
 
 if __name__ == "__main__":

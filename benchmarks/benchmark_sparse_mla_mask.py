@@ -15,13 +15,15 @@ Before a case is timed, outputs and LSE of old and new callbacks must be identic
 by bit. Where SM90 has no old callback to compare with: the same as the unmasked causal
 kernel for a mask of all keys, else within 1 % of ``one key`` without ``causal``.
 
+On SM100 the patch set also edits FA4's causal kernel, which serves every callback:
+``--stock`` times the kernels and callbacks of stock vLLM, in a run of their own.
+
 Without a GPU nothing is timed: the table then shows what the kernels of these shapes
 compile to, SASS instructions and the mask's global loads as count x bits.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from bench_common import (
@@ -34,16 +36,20 @@ from bench_common import (
     print_table,
     progress_bar,
     save_csv,
+    save_plot,
     time_interleaved,
 )
 from mask_cases import Case, Inputs, parse_case
+from result_sections import mask_details, mask_times
 from result_tables import pivot
 
+from vllm_sparse_mla.overlay import active_finder
 from vllm_sparse_mla.testing.stock import load_stock_module
 
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
 UNMASKED, ONE_KEY, ONE_WORD = "unmasked", "one key", "one word"
 STOCK, OURS = "stock", "ours"
+STOCK_VLLM = "stock vLLM"
 UPSTREAM_SHAPES = (
     "1x256x2048/8/ones",
     "1x1024x8192/8/ones",
@@ -80,18 +86,20 @@ MAX_RELATIVE_DIFFERENCE = 1e-2
 
 def callbacks(case: Case) -> dict[str, Callable]:
     """The callbacks that can serve a case on this GPU, by the name of the variant."""
-    from vllm.model_executor.layers.attention import sparse_mla_mask
     from vllm_sparse_mla.codegen import word_callbacks
 
-    name = "offset_dense_mask_mod" if case.offset else "dense_mask_mod"
-    ours = sparse_mla_mask.mask_mod_for(case.offset)
     if on_sm90():
         plain = not (case.causal or case.offset)
         found = {ONE_KEY: word_callbacks.scalar_mask_mod} if plain else {}
-        return found | {OURS: ours}
-    found = {} if case.offset else {ONE_WORD: word_callbacks.word_mask_mod}
-    stock = load_stock_module(MASK_MODULE)
-    return found | {STOCK: getattr(stock, name), OURS: ours}
+    else:
+        name = "offset_dense_mask_mod" if case.offset else "dense_mask_mod"
+        found = {} if case.offset else {ONE_WORD: word_callbacks.word_mask_mod}
+        found |= {STOCK: getattr(load_stock_module(MASK_MODULE), name)}
+    if active_finder() is not None:
+        from vllm.model_executor.layers.attention import sparse_mla_mask
+
+        found |= {OURS: sparse_mla_mask.mask_mod_for(case.offset)}
+    return found
 
 
 def attend(
@@ -134,6 +142,8 @@ def check(inputs: Inputs, found: dict[str, Callable]) -> str:
         CheckFailed: they do not agree.
     """
     case = inputs.case
+    if OURS not in found:
+        return ""
     out, lse = attend(inputs, 0, found[OURS])
     expected = {name: attend(inputs, 0, found[name]) for name in found if name != OURS}
     if on_sm90() and case.causal and case.mask == "ones":
@@ -177,7 +187,7 @@ def measure(case: Case, repeat: int) -> list[dict]:
                 "shape": str(case),
                 "dims": "/".join(map(str, case.dims)),
                 "density": round(inputs.density, 4),
-                "variant": name,
+                "variant": name if OURS in found else f"{name}, {STOCK_VLLM}",
                 "median us": timing.median_us,
                 "p10 us": low,
                 "p90 us": high,
@@ -190,14 +200,6 @@ def measure(case: Case, repeat: int) -> list[dict]:
             }
         )
     return rows
-
-
-def time_cell(row: dict) -> str:
-    """Milliseconds, and the percentage over unmasked."""
-    text = f"{float(row['median us']) / 1e3:.4f}"
-    if row["variant"] == UNMASKED:
-        return text
-    return f"{text} ({100 * (float(row['this / unmasked']) - 1):+.1f} %)"
 
 
 def compiled_evidence(cases: Sequence[Case], arch: str) -> list[dict]:
@@ -248,56 +250,21 @@ def evidence_cell(row: dict) -> str:
     return f"{row['instructions']} ({row['over unmasked']:+d}; {row['mask loads']})"
 
 
-def draw(path: Path, rows: Sequence[dict]) -> None:
-    """Overhead of each callback over the unmasked kernel, one group for each shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    names = [n for n in dict.fromkeys(r["variant"] for r in rows) if n != UNMASKED]
-    figure, axes = pyplot.subplots(figsize=(2 + 0.45 * len(shapes), 5))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        found = {row["shape"]: row for row in rows if row["variant"] == name}
-        places = [i for i, shape in enumerate(shapes) if shape in found]
-        values = [
-            100 * (float(found[shapes[i]]["this / unmasked"]) - 1) for i in places
-        ]
-        axes.bar([i + number * width for i in places], values, width, label=name)
-    axes.set_xticks(
-        [i + 0.4 - width / 2 for i in range(len(shapes))],
-        shapes,
-        rotation=60,
-        ha="right",
-        fontsize=7,
-    )
-    axes.set_ylabel("time over the unmasked kernel, %")
-    axes.legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def run_on_gpu(args) -> int:
     """Check and time every case; the CSV grows with each. Returns failed cases."""
-    activate_overlay(hopper=True)
+    if not args.stock:
+        activate_overlay(hopper=True)
     rows, failed = measure_all(
         args.shapes, lambda case: measure(case, args.repeat), args.csv
     )
     if rows:
         gpu = torch.cuda.get_device_name()
-        print_table(
-            f"Masked attention on {gpu}: ms, and % over unmasked\n{FORMULAS}",
-            pivot(rows, ("shape", "density"), "variant", time_cell),
-        )
-        ours = [row for row in rows if row["variant"] == OURS]
-        shown = ("shape", "median us", "p10 us", "p90 us", "TFLOP/s", "GB/s",
-                 "checked against")  # fmt: skip
-        print_table(OURS, [{name: row[name] for name in shown} for row in ours])
+        print(f"Masked attention on {gpu}: ms, and % over unmasked\n")
+        print(mask_times(rows))
+        if not args.stock:
+            print(f"\n{FORMULAS}\n\n{mask_details(rows)}")
         if args.plot is not None:
-            draw(args.plot, rows)
+            save_plot(args.plot, rows)
     return failed
 
 
@@ -320,6 +287,11 @@ def main() -> None:
     parser = argument_parser(__doc__, parse_case, SHAPES)
     parser.add_argument(
         "--quick", action="store_true", help="upstream's shapes and two causal ones"
+    )
+    parser.add_argument(
+        "--stock",
+        action="store_true",
+        help="without the patch set: FA4's kernels and callbacks as vLLM has them",
     )
     parser.add_argument(
         "--arch",

@@ -17,7 +17,6 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from bench_common import (
@@ -28,6 +27,7 @@ from bench_common import (
     print_table,
     require_gpu,
     save_csv,
+    save_plot,
     time_interleaved,
     with_progress,
 )
@@ -258,44 +258,6 @@ def measure(shape: Shape, kind: str, args, device) -> list[dict]:
     return rows
 
 
-def draw(path: Path, rows: list[dict]) -> None:
-    """One group of bars per shape, for shuffled rows if there are any."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    kinds = [row["rows"] for row in rows]
-    kind = "shuffled" if "shuffled" in kinds else kinds[0]
-    rows = [row for row in rows if row["rows"] == kind]
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    names = list(dict.fromkeys(row["variant"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(1.5 + 1.1 * len(shapes), 4.5))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        found = {row["shape"]: row for row in rows if row["variant"] == name}
-        medians = [found[shape]["median us"] for shape in shapes]
-        errors = [
-            [m - found[s]["p10 us"] for m, s in zip(medians, shapes)],
-            [found[s]["p90 us"] - m for m, s in zip(medians, shapes)],
-        ]
-        places = [place + number * width for place in range(len(shapes))]
-        axes.bar(places, medians, width, yerr=errors, label=name)
-    axes.set_xticks(
-        [place + 0.4 - width / 2 for place in range(len(shapes))], shapes, rotation=30
-    )
-    axes.set_yscale("log")
-    axes.set_xlabel("requests x queries x keys")
-    axes.set_ylabel("microseconds, median (bars: p10, p90)")
-    axes.set_title(
-        f"Building the top-k mask, {kind} rows, {torch.cuda.get_device_name()}"
-    )
-    axes.legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     """Command line."""
     parser = argument_parser(__doc__, parse_shape, DEFAULT_SHAPES)
@@ -325,7 +287,7 @@ def main() -> None:
     if args.csv is not None:
         save_csv(args.csv, rows)
     if args.plot is not None:
-        draw(args.plot, rows)
+        save_plot(args.plot, rows)
 
 
 if __name__ == "__main__":

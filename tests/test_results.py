@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Pages, README and CSVs of results say the same, and so does the table in force."""
+"""Pages, plots and README say what the files of docs/results say."""
 
 import csv
-import sys
+import re
 from pathlib import Path
 
+import plots
 import pytest
+import render_results
+from render_results import RESULTS, ROOT, drawn_plots, pages, run_cog
+from result_tables import PACKAGES, markdown, pivot, read_rows
+from thresholds import MASKED, RATIO, derive_thresholds
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import render_results  # noqa: E402
-from result_tables import read_rows  # noqa: E402
-from thresholds import derive_thresholds  # noqa: E402
+from vllm_sparse_mla.testing.stock import load_file
 
 RENDER = "run python3 benchmarks/render_results.py"
+PAGES = pages()
 ORIGIN = {
-    **{name: "1.0" for name in render_results.ORIGIN},
-    "gpu": "NVIDIA H200",
-    "command": "python3 benchmarks/benchmark_x.py --csv x.csv",
+    **{name: "1.0" for name in ("driver", "date", *PACKAGES)},
+    "gpu": "NVIDIA H100",
+    "command": "python3 benchmarks/benchmark_masked_prefill.py --csv x.csv",
 }
-CASE = {"model": "DeepSeek-V3.2", "dims": "192/128", "ranks": 8, "heads": 16}
-TIMES = {"p10 us": 1.0, "p90 us": 1.0, "TFLOP/s": 1.0, "GB/s": 1.0}
+STEP = {
+    "model": "DeepSeek-V3.2", "dims": "192/128", "ranks": 8, "heads": 16,
+    "queries": 4096, "context": 0,
+}  # fmt: skip
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -34,122 +37,113 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Made-up results of every benchmark."""
-    mask = {"shape": "1x1024x8192/8/ones", "density": 1.0} | TIMES
+def page(tmp_path):
+    """A page for a GPU that has the rows of two benchmarks, and shows three."""
     write(
-        tmp_path / "mask-h200.csv",
+        tmp_path / "masked-prefill-h100.csv",
         [
-            mask
-            | {"variant": name, "median us": us, "this / unmasked": us / 100}
-            | {"checked against": "one key: identical"}
-            for name, us in (("unmasked", 100.0), ("one key", 300.0), ("ours", 125.0))
-        ],
-    )
-    prefill = CASE | {"queries": 4096, "context": 0, "relative difference": "1e-3"}
-    write(
-        tmp_path / "masked-prefill-h200.csv",
-        [
-            prefill | TIMES | {"way": way, "median us": us, render_results.RATIO: ratio}
-            for way, us, ratio in (
-                (render_results.MASKED, 200.0, 1.0),
-                ("FLASH_ATTN_MLA_SPARSE", 900.0, 4.5),
-                ("FLASHMLA_SPARSE", 1200.0, 6.0),
+            STEP | {"way": way, "median us": us, RATIO: us / 200}
+            for way, us in (
+                (MASKED, 200.0),
+                ("FLASHMLA_SPARSE", 1200.0),
+                ("FLASH_ATTN_MLA_SPARSE", 900.0),
             )
         ],
     )
     write(
-        tmp_path / "topk-mask-build-h200.csv",
+        tmp_path / "mask-h100.csv",
         [
-            {"shape": "1x4096x8192", "rows": "shuffled", "variant": name}
-            | {"median us": us}
-            for name, us in (("stock", 100.0), ("cutedsl", 20.0))
+            {"shape": "1x1024x8192/8/ones", "density": 1.0, "variant": name}
+            | {"median us": us, "this / unmasked": us / 100}
+            for name, us in (("unmasked", 100.0), ("one key", 300.0), ("ours", 125.0))
         ],
     )
-    write(
-        tmp_path / "first-call-h200.csv",
-        [
-            {"length": length, "variant": name, "first call ms": ms}
-            | {"later calls ms": 0.1, "compilations": compiled}
-            for name, ms, compiled in (("stock", 110.0, 1), ("cutedsl", 0.5, 0))
-            for length in (3001, 4001)
-        ],
+    code = (
+        'page.origin("masked-prefill")',
+        'page.plot("masked-prefill")',
+        'page.show(prefill_times, "masked-prefill")',
+        'page.show(mask_times, "mask")',
+        'page.show(ttft, "serving-ttft")',
     )
-    ttft = {"model": "dsv32-16h", "prompt tokens": 8192, "at a time": 1}
-    write(
-        tmp_path / "serving-ttft-h200.csv",
-        [
-            ttft | {"variant": variant, "TTFT median ms": ms}
-            for variant, ms in (("stock", 40.0), ("opt-in", 32.0))
-        ],
+    path = tmp_path / "report-h100.md"
+    path.write_text(
+        "".join(f"<!-- [[[cog put({c}) ]]] -->\n<!-- [[[end]]] -->\n" for c in code)
     )
-    return tmp_path
+    return path
 
 
-def test_every_csv_has_its_page(folder):
-    pages = render_results.make_pages(folder)
-    assert [page.name for page in pages] == [
-        "mask-h200.md",
-        "hopper-h200.md",
-        "topk-mask-build-h200.md",
-        "first-call-h200.md",
-        "serving-h200.md",
+def test_a_page_is_filled_in_from_the_files_beside_it(page):
+    assert run_cog([page], "-r") == 0
+    text = page.read_text()
+    assert "NVIDIA H100, driver 1.0, vllm 1.0" in text and ORIGIN["command"] in text
+    assert "0.200 / 0.900 (4.50)" in text  # the better of the two backends
+    assert "0.1250 (+25.0 %)" in text
+    assert "![masked-prefill-h100](masked-prefill-h100.svg)" in text
+    assert "*Not measured: there is no `serving-ttft-h100`.*" in text
+
+
+def test_a_page_that_says_otherwise_is_found(page):
+    run_cog([page], "-r")
+    assert run_cog([page], "--check") == 0
+    page.write_text(page.read_text().replace("4.50", "5.50"))
+    assert run_cog([page], "--check") != 0
+
+
+def test_a_plot_says_what_gpu_and_what_benchmark(page, tmp_path):
+    rows = read_rows([page.with_name("masked-prefill-h100.csv")])
+    plots.draw(tmp_path / "plot.svg", rows)
+    text = (tmp_path / "plot.svg").read_text()
+    assert "one layer: NVIDIA H100" in text and "DeepSeek-V3.2, 16 heads" in text
+    assert ">4.5<" in text
+
+
+def test_every_benchmark_with_a_plot_option_has_a_plot():
+    scripts = (ROOT / "benchmarks").glob("benchmark_*.py")
+    found = {path.stem for path in scripts if "save_plot(" in path.read_text()}
+    assert found == set(plots.PLOTS)
+
+
+def test_a_table_keeps_the_order_of_the_rows():
+    rows = [
+        {"name": name, "variant": variant, "value": f"{name}{variant}"}
+        for name, variant in (("z", "b"), ("z", "a"), ("a", "a"))
     ]
-    for text in pages.values():
-        assert ORIGIN["command"] in text and "NVIDIA H200" in text
-    by_name = {page.name: text for page, text in pages.items()}
-    assert "0.1250 (+25.0 %)" in by_name["mask-h200.md"]
-    assert "0.900 (4.50 x)" in by_name["hopper-h200.md"]
-    assert "0.1250 (+25.0 %)" in by_name["hopper-h200.md"]
+    table = pivot(rows, ("name",), "variant", lambda row: row["value"])
+    assert table == [
+        {"name": "z", "b": "zb", "a": "za"},
+        {"name": "a", "b": "-", "a": "aa"},
+    ]
+    lines = [re.sub(r"\s+", " ", line) for line in markdown(table).splitlines()]
+    assert lines[0] == "| name | b | a |" and lines[3] == "| a | - | aa |"
 
 
-def test_readme_table_is_made_of_the_rows(folder):
-    table = render_results.make_readme_table(folder)
-    for text in (
-        "| unmasked 0.1000 ms | 0.1250 ms | +25.0 % |",
-        "| one key 0.3000 ms | 0.1250 ms | -58.3 % |",
-        "| FLASH_ATTN_MLA_SPARSE 0.900 ms | 0.200 ms | 4.5 times faster |",
-        "| stock 40.0 ms | 32.0 ms | 1.25 times faster | [serving-ttft](docs/results/",
-        "| stock 100.0 us | 20.0 us | 5.0 times faster |",
-        "| stock 110.0 ms, 2 compilations | 0.500 ms, 0 compilations |",
-        "[masked-prefill](docs/results/hopper-h200.md)",
-    ):
-        assert text in table
+def test_every_file_of_results_is_shown():
+    text = "".join(path.read_text() for path in PAGES)
+    files = {path.name for path in RESULTS.iterdir()} - {path.name for path in PAGES}
+    assert [name for name in sorted(files) if name not in text] == []
 
 
-def test_notes_are_kept(folder):
-    begin, end = render_results.NOTES
-    page = folder / "serving-h200.md"
-    page.write_text(f"{begin}\nwhat was seen beside the rows\n{end}\n")
-    assert (
-        f"{begin}\nwhat was seen beside the rows\n{end}"
-        in (render_results.make_pages(folder)[page])
-    )
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_agree_with_the_files(page):
+    assert run_cog([page], "--check") == 0, f"{page} differs from its files: {RENDER}"
 
 
-def test_a_plot_is_shown(folder):
-    (folder / "mask-h200.png").touch()
-    pages = render_results.make_pages(folder)
-    assert "](mask-h200.png)" in pages[folder / "mask-h200.md"]
-
-
-def test_pages_agree_with_the_csvs():
-    for page, text in render_results.make_pages(render_results.RESULTS).items():
-        assert page.exists(), f"{page.name} is missing: {RENDER}"
-        assert page.read_text() == text, f"{page.name} differs from its CSV: {RENDER}"
-
-
-def test_readme_agrees_with_the_csvs():
-    block = render_results.readme_block(render_results.README.read_text())
-    table = render_results.make_readme_table(render_results.RESULTS)
-    assert block == table, f"README.md differs from docs/results: {RENDER}"
+@pytest.mark.parametrize("plot", drawn_plots(PAGES), ids=lambda plot: plot.name)
+def test_plots_agree_with_the_files(plot, tmp_path):
+    plots.draw(tmp_path / plot.name, read_rows([plot.with_suffix(".csv")]))
+    again = (tmp_path / plot.name).read_text()
+    assert plot.exists() and plot.read_text() == again, f"{plot.name}: {RENDER}"
 
 
 def test_hopper_thresholds_are_the_measured_ones():
     files = sorted(render_results.RESULTS.glob("masked-prefill-h200*.csv"))
-    if not files:
-        pytest.skip("docs/results has no masked-prefill-h200.csv")
     from vllm.model_executor.layers.attention import sparse_mla_sm90
 
     measured = derive_thresholds(read_rows(files))
     assert measured == sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS
+
+
+def test_the_picture_of_a_mask_row_is_the_scripts(tmp_path):
+    picture = ROOT / "docs/mask_row.svg"
+    load_file(ROOT / "docs/mask_row.py").draw(tmp_path / picture.name)
+    assert (tmp_path / picture.name).read_text() == picture.read_text()

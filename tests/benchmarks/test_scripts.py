@@ -5,20 +5,27 @@
 import csv
 import importlib
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import gpu_report
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("benchmark_*.py"))
-TEMPLATE = (ROOT / "docs/results/b200-template.md").read_text()
-COMMANDS = re.findall(r"^python3 benchmarks/(benchmark_\w+)\.py(.*)$", TEMPLATE, re.M)
+STEPS = {
+    " ".join(command): command
+    for sm90 in (True, False)
+    for command in gpu_report.steps(sm90).values()
+}
+STOPPED = "the arguments are in order"
 NEEDS_GPU = "This benchmark needs an NVIDIA GPU, and torch sees none."
+
+
+def _stop(*args, **kwargs):
+    sys.exit(STOPPED)
 
 
 @pytest.fixture
@@ -74,11 +81,54 @@ def test_refuses_a_wrong_shape(run, capsys, script, shape):
     assert "--shapes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("script", "arguments"), COMMANDS)
-def test_commands_for_b200_are_accepted(run, monkeypatch, script, arguments):
+@pytest.mark.parametrize("command", STEPS.values(), ids=STEPS)
+def test_steps_of_the_gpu_report_are_accepted(run, monkeypatch, command):
+    script, *arguments = command
+    if script == "pytest":
+        return
     module = importlib.import_module(script)
-    monkeypatch.setattr(module, "run_without_gpu", lambda args: None, raising=False)
-    assert run(script, *shlex.split(arguments)) in (None, NEEDS_GPU)
+    for name in ("run_without_gpu", "running_servers"):
+        monkeypatch.setattr(module, name, _stop, raising=False)
+    assert run(script, *arguments) in (STOPPED, NEEDS_GPU)
+
+
+def test_the_gpu_report_has_every_benchmark():
+    assert {command[0] for command in STEPS.values()} == {*SCRIPTS, "pytest"}
+
+
+def test_the_gpu_report_needs_a_gpu(run):
+    assert run("gpu_report") == NEEDS_GPU
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [("NVIDIA H200", "h200"), ("NVIDIA GB200", "gb200"), ("NVIDIA H100 80GB", "h100")],
+)
+def test_a_gpu_names_its_page(name, tag):
+    assert gpu_report.gpu_tag(name) == tag
+
+
+def test_outcomes_are_counted_by_file(tmp_path):
+    junit = tmp_path / "report.xml"
+    junit.write_text(
+        "<testsuites><testsuite>"
+        '<testcase classname="tests.v1.test_a" name="x" time="1.5"/>'
+        '<testcase classname="tests.v1.test_a" name="y" time="1"><failure/></testcase>'
+        '<testcase classname="tests.test_b" name="z" time="0"><skipped/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert gpu_report.junit_rows(junit) == [
+        {"file": "tests/test_b.py", "passed": 0, "failed": 0, "skipped": 1}
+        | {"seconds": 0.0},
+        {"file": "tests/v1/test_a.py", "passed": 1, "failed": 1, "skipped": 0}
+        | {"seconds": 2.5},
+    ]
+
+
+def test_the_page_of_a_gpu_begins_as_the_b200s(tmp_path):
+    page = gpu_report.make_page(tmp_path, "h100")
+    assert "# GPU report: H100" in page.read_text()
+    assert "**Not run.** No H100 was at hand" in page.read_text()
 
 
 @pytest.mark.codegen

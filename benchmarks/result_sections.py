@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What pages show of the rows of a benchmark: each function makes Markdown of them."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+from result_tables import markdown, pivot
+from thresholds import MASKED, RATIO, STOCK_MASKED, crossovers
+
+Rows = Sequence[dict]
+
+
+def _ms(row: dict) -> float:
+    return float(row["median us"]) / 1e3
+
+
+def mask_times(rows: Rows) -> str:
+    """Milliseconds of each callback, and the percentage over unmasked."""
+
+    def cell(row: dict) -> str:
+        over = 100 * (float(row["this / unmasked"]) - 1)
+        percent = "" if row["variant"].startswith("unmasked") else f" ({over:+.1f} %)"
+        return f"{_ms(row):.4f}{percent}"
+
+    return markdown(pivot(rows, ("shape", "density"), "variant", cell))
+
+
+def causal_times(rows: Rows) -> str:
+    """The same of causal shapes alone, a run of stock vLLM in columns of its own."""
+    return mask_times([row for row in rows if "causal" in row["shape"]])
+
+
+def mask_details(rows: Rows) -> str:
+    """Spread and rates of ours, and what its outputs were compared with."""
+    names = ("shape", "p10 us", "p90 us", "TFLOP/s", "GB/s", "checked against")
+    ours = [row for row in rows if row["variant"] == "ours"]
+    return markdown([{name: row[name] for name in names} for row in ours])
+
+
+def steps_both_ways(rows: Rows) -> list[dict]:
+    """One row for each step that masked MHA and sparse MQA can both run."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        batch = row.get("batch") or f"q{row['queries']}+{row['context']}"
+        key = (row["model"], row["heads"], row.get("top-k"), row.get("kv cache"), batch)
+        found.setdefault(key, {})[row["way"]] = row
+    steps = []
+    for ways in found.values():
+        sparse = [w for name, w in ways.items() if name not in (MASKED, STOCK_MASKED)]
+        if MASKED in ways and sparse:
+            best = min(sparse, key=_ms)
+            names = ("model", "dims", "ranks", "heads", "queries", "context")
+            row = {name: ways[MASKED][name] for name in names}
+            row |= {"batch": ways[MASKED].get("batch"), "backend": best["way"]}
+            row |= {"masked": _ms(ways[MASKED]), "sparse": _ms(best)}
+            row |= {"ratio": float(best[RATIO])}
+            if STOCK_MASKED in ways:
+                row["stock"] = _ms(ways[STOCK_MASKED])
+            steps.append(row)
+    return steps
+
+
+def prefill_summary(rows: Rows) -> str:
+    """What the rows say, in three sentences."""
+    steps = pd.DataFrame(steps_both_ways(rows))
+    steps["context"] = steps["context"].astype(int)
+    steps["heads"] = steps["heads"].astype(int)
+    alone, behind = steps[steps["context"] == 0], steps[steps["context"] > 0]
+    few, many = alone["heads"].min(), alone["heads"].max()
+    wins = int((steps["ratio"] > 1).sum())
+    parts = []
+    for heads in (few, many):
+        ratios = alone[alone["heads"] == heads]["ratio"]
+        parts.append(f"{ratios.max():.1f} to {ratios.min():.1f} with {heads} heads")
+    ends = []
+    for place in (behind["ratio"].idxmax(), behind["ratio"].idxmin()):
+        row = behind.loc[place]
+        step = f"{row['queries']} tokens after {row['context']}, {row['heads']} heads"
+        ends.append(f"{row['ratio']:.1f} ({step})")
+    return (
+        f"Masked MHA is faster than the better sparse MQA in {wins} of {len(steps)} "
+        "measured steps. The time of sparse MQA over that of masked MHA is, for a "
+        f"prompt alone, {' and '.join(parts)}, from the best length to the worst. "
+        f"With a context it is from {ends[0]} down to {ends[1]}."
+    )
+
+
+def prefill_times(rows: Rows) -> str:
+    """A table for each model: steps by heads, masked MHA over the better sparse MQA."""
+    steps = steps_both_ways(rows)
+    tables = []
+    for model in dict.fromkeys(step["model"] for step in steps):
+        shown = [step for step in steps if step["model"] == model]
+        shown.sort(key=lambda step: int(step["heads"]))
+        table = pivot(
+            [s | {"heads": f"{s['heads']} heads"} for s in shown],
+            ("queries", "context"),
+            "heads",
+            lambda s: f"{s['masked']:.3f} / {s['sparse']:.3f} ({s['ratio']:.2f})",
+        )
+        tables.append(f"{model}, {shown[0]['dims']}:\n\n{markdown(table)}")
+    return "\n\n".join(tables)
+
+
+def prefill_crossovers(rows: Rows) -> str:
+    """Where a prompt alone takes the same time both ways, by backend."""
+    return markdown(
+        pivot(crossovers(rows), ("dims", "ranks"), "backend", lambda r: r["tokens"])
+    )
+
+
+def prefill_mixes(rows: Rows) -> str:
+    """Batches of any requests, each way's milliseconds."""
+    names = ("model", "heads", "kv cache", "batch")
+    return markdown(pivot(rows, names, "way", lambda row: f"{_ms(row):.3f}"))
+
+
+def build_times(rows: Rows) -> str:
+    """Microseconds of each builder."""
+    names = ("shape", "rows")
+    return markdown(
+        pivot(rows, names, "variant", lambda row: f"{float(row['median us']):.1f}")
+    )
+
+
+def first_call_medians(rows: Rows) -> pd.DataFrame:
+    columns = ["first call ms", "later calls ms", "compilations"]
+    frame = pd.DataFrame(rows).astype(dict.fromkeys(columns, float))
+    groups = frame.groupby("variant", sort=False)
+    return pd.DataFrame(
+        {
+            "lengths": groups.size(),
+            "compilations": groups["compilations"].sum().astype(int),
+            "first call ms, median": groups["first call ms"].median(),
+            "fastest": groups["first call ms"].min(),
+            "slowest": groups["first call ms"].max(),
+            "later calls ms, median": groups["later calls ms"].median(),
+        }
+    )
+
+
+def first_calls(rows: Rows) -> str:
+    """A summary of each builder's first calls."""
+    return markdown(first_call_medians(rows).reset_index().to_dict("records"))
+
+
+def ttft(rows: Rows) -> str:
+    """Milliseconds to the first token: median, fastest and slowest of each variant."""
+
+    def cell(row: dict) -> str:
+        middle, low, high = (
+            float(row[name]) for name in ("TTFT median ms", "fastest ms", "slowest ms")
+        )
+        return f"{middle:.1f} ({low:.1f} to {high:.1f})"
+
+    names = ("model", "ranks", "prompt tokens", "at a time")
+    return markdown(pivot(rows, names, "variant", cell))
+
+
+def answers(rows: Rows) -> str:
+    """How far each variant's answers are from the first one's."""
+    name = "log-prob difference"
+    if name not in rows[0]:
+        return "*Not recorded in these rows.*"
+    rows = [row for row in rows if row["at a time"] == rows[0]["at a time"]]
+    return markdown(
+        pivot(rows, ("model", "prompt tokens"), "variant", lambda r: r[name])
+    )
+
+
+def load(rows: Rows) -> str:
+    """What was counted under load, a column for each variant."""
+    shown = list(rows[0])[2 : list(rows[0]).index("gpu")]
+    table = [
+        {"": name} | {row["variant"]: row[name] for row in rows} for name in shown
+    ]  # fmt: skip
+    return markdown(table)
+
+
+def tests(rows: Rows) -> str:
+    """Outcomes of the tests by file."""
+    names = ("file", "passed", "failed", "skipped", "seconds")
+    return markdown([{name: row[name] for name in names} for row in rows])
+
+
+def layer_errors(rows: Rows) -> str:
+    """Errors against the float64 oracle, over each group of scenarios."""
+    frame = pd.DataFrame([r for r in rows if r["kind"] in ("float64", "remainder")])
+    per_range = frame["scenario"].str.contains("per range True")
+    frame["cases"] = frame["kind"].map(
+        {"float64": "scenarios", "remainder": "contexts at every remainder modulo 32"}
+    ) + per_range.map({True: ", one mask a range", False: ""})
+    table = frame.groupby(["model", "heads", "cases"], sort=False).agg(
+        number=("rows", "size"),
+        largest=("largest_error", "max"),
+        over_budget=("error_over_budget", "max"),
+    )
+    table["largest"] = table["largest"].map("{:.2e}".format)
+    names = {"model": "dims", "largest": "largest error",
+             "over_budget": "worst error / budget"}  # fmt: skip
+    return markdown(table.reset_index().rename(columns=names).to_dict("records"))
+
+
+def layer_beside_mqa(rows: Rows) -> str:
+    """Masked MHA and upstream's sparse MQA on the same rows."""
+    frame = pd.DataFrame([row for row in rows if row["kind"] == "sparse MQA"])
+    columns = {
+        "masked_error": "masked MHA's error",
+        "mqa_error": "sparse MQA's error",
+        "largest_difference": "largest difference",
+    }
+    groups = frame.groupby(["model", "heads"], sort=False)
+    table = groups[list(columns)].max().map("{:.2e}".format).rename(columns=columns)
+    table["difference / budget"] = groups["difference_over_budget"].max()
+    return markdown(table.reset_index(names=["dims", "heads"]).to_dict("records"))
+
+
+def layer_launches(rows: Rows) -> str:
+    """Launches of one layer by kind, ours / stock."""
+    found = [row for row in rows if row["kind"] == "launches"]
+    kinds = dict.fromkeys(k for row in found for k in (*row["ours"], *row["stock"]))
+    return markdown(
+        [
+            {"case": row["case"]}
+            | {k: f"{row['ours'].get(k, 0)} / {row['stock'].get(k, 0)}" for k in kinds}
+            | {"all": f"{row['ours_total']} / {row['stock_total']}"}
+            for row in found
+        ]
+    )
+
+
+def layer_warm_up(rows: Rows) -> str:
+    """Kernels compiled at start-up, and after it for prompts of any length."""
+    return markdown(
+        [
+            {
+                "dims": row["dims"],
+                "queries": row["lengths"],
+                "FA4 kernels": row["kernels"][0],
+                "seconds": f"{row['fa4_seconds']:.1f}",
+                "mask kernels' seconds": f"{row['builder_seconds']:.1f}",
+                "compiled afterwards": sum(row["after"]) - sum(row["kernels"]),
+            }
+            for row in rows
+            if row["kind"] == "warm-up"
+        ]
+    )
