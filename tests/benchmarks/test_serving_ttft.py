@@ -19,7 +19,9 @@ LENGTH = 400
 SERVERS = {name: SimpleNamespace(url=name) for name in ("stock", "patched", "opt-in")}
 
 
-def complaints(monkeypatch, errors=(), noise=0.0, control=1.0) -> list[str]:
+def complaints(
+    monkeypatch, errors=(), noise=0.0, control=1.0, quantized=False
+) -> list[str]:
     """What the check finds, given errors by server and the spread of each one's runs.
 
     ``control`` is how far a token's log-probability moves with the replaced keys.
@@ -33,7 +35,10 @@ def complaints(monkeypatch, errors=(), noise=0.0, control=1.0) -> list[str]:
         return Completion(status=200, prompt_logprobs=[-5.0 + moved] * (LENGTH - 1))
 
     monkeypatch.setattr(benchmark_serving_ttft, "complete", complete)
-    return asyncio.run(benchmark_serving_ttft._check(None, SERVERS, LENGTH))
+    unquantized = SimpleNamespace(url="unquantized") if quantized else None
+    return asyncio.run(
+        benchmark_serving_ttft._check(None, SERVERS, LENGTH, unquantized)
+    )
 
 
 def test_servers_that_agree_are_timed(monkeypatch):
@@ -50,6 +55,14 @@ def test_a_server_that_answers_otherwise_is_named(monkeypatch, error):
 def test_twice_the_spread_of_the_baseline_is_allowed(monkeypatch):
     assert complaints(monkeypatch, {"opt-in": 0.09}, noise=0.1) == []
     (complaint,) = complaints(monkeypatch, {"opt-in": 0.11}, noise=0.1)
+    assert "by 0.21000 on average where 0.20000 is allowed" in complaint
+
+
+def test_twice_what_a_quantized_cache_changes_in_stock_is_allowed(monkeypatch):
+    errors = {"unquantized": 0.1, "opt-in": 0.19}
+    assert complaints(monkeypatch, errors, quantized=True) == []
+    errors["opt-in"] = 0.21
+    (complaint,) = complaints(monkeypatch, errors, quantized=True)
     assert "by 0.21000 on average where 0.20000 is allowed" in complaint
 
 
