@@ -22,12 +22,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from mask_cases import TOPK, cumulative, topk_rows, visible_keys
+from mask_cases import TOPK, topk_rows, visible_keys
 from prefill_batches import Batch
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_sparse_mla.testing.mla_layer import make_masked_layer
+from vllm_sparse_mla.testing.layer import Dims, make_layer
 from vllm_sparse_mla.testing.stock import load_stock_module
+from vllm_sparse_mla.testing.world import plan_step
 
 LAYER_MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
@@ -230,9 +231,13 @@ class Prefill:
         self.output = torch.empty(
             step.queries, heads * model.v, dtype=torch.bfloat16, device=device
         )
-        ends = cumulative(step.batch.query_lens, "cpu")
-        self.query_start_loc, self.query_lens = ends.to(device), ends.diff()
-        self.prefill = self._prefill_metadata(ends)
+        self.context_workspace = self.q.new_empty(
+            CONTEXT_WORKSPACE_ROWS, self.latent_dim
+        )
+        self.mask_workspace = torch.zeros(
+            MASK_WORKSPACE_WORDS, dtype=torch.int32, device=device
+        )
+        self.prefill = self._metadata().prefill
 
     def _randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
@@ -275,59 +280,18 @@ class Prefill:
                 self.cache = self.cache.view(torch.float8_e4m3fn)
         self.latents = latents[torch.cat(new)]
 
-    def _prefill_metadata(self, ends: torch.Tensor):
-        from vllm.model_executor.layers.attention import sparse_mla_attention as layer
-        from vllm.model_executor.layers.attention.mla_attention import (
-            build_mla_chunked_context_metadata,
-        )
-
+    def _metadata(self, cls: type | None = None):
+        """Metadata of a class; None is the one that all sparse-MLA layers share."""
         batch = self.step.batch
-        return layer.SparseMLAPrefillMetadata(
-            block_table=self.block_table,
-            query_start_loc=self.query_start_loc,
-            max_query_len=max(batch.query_lens),
-            query_lens_cpu=self.query_lens,
-            # None without context.
-            chunked_context=build_mla_chunked_context_metadata(
-                context_lens_cpu=torch.tensor(batch.context_lens, dtype=torch.int32),
-                prefill_query_start_loc_cpu=ends,
-                chunked_prefill_workspace=self.q.new_empty(
-                    CONTEXT_WORKSPACE_ROWS, self.latent_dim
-                ),
-                chunked_prefill_workspace_size=CONTEXT_WORKSPACE_ROWS,
-                block_size=BLOCK_SIZE,
-                align_chunk_to_block=True,
-                device=self.device,
-                dcp_world_size=1,
-                dcp_local_block_size=1,
-                dcp_virtual_block_size=1,
-            ),
-            topk_mask_workspace=torch.zeros(
-                MASK_WORKSPACE_WORDS, dtype=torch.int32, device=self.device
-            ),
-        )
-
-    def _metadata(self, cls: type):
-        batch = self.step.batch
-        requests = torch.arange(len(batch.requests), dtype=torch.int32)
-        return cls(
-            num_reqs=len(batch.requests),
-            max_query_len=max(batch.query_lens),
-            max_seq_len=max(batch.seq_lens),
-            num_actual_tokens=self.step.queries,
-            query_start_loc=self.query_start_loc,
-            slot_mapping=torch.empty(0),
-            block_table=self.block_table,
-            req_id_per_token=requests.repeat_interleave(self.query_lens).to(
-                self.device
-            ),
+        return plan_step(
+            batch.query_lens,
+            batch.context_lens,
+            self.block_table,
             block_size=BLOCK_SIZE,
-            topk_tokens=self.step.topk,
-            num_decodes=0,
-            num_prefills=len(batch.requests),
-            num_decode_tokens=0,
-            prefill_max_seq_len=max(batch.seq_lens),
-            prefill=self.prefill,
+            topk=self.step.topk,
+            context_workspace=self.context_workspace,
+            mask_workspace=self.mask_workspace,
+            cls=cls,
         )
 
     def _add_fp8_metadata(self, metadata, builder: type) -> None:
@@ -344,7 +308,7 @@ class Prefill:
         )
         common = SimpleNamespace(
             num_actual_tokens=self.step.queries,
-            query_start_loc_cpu=self.query_start_loc.cpu(),
+            query_start_loc_cpu=metadata.query_start_loc.cpu(),
             seq_lens_cpu_upper_bound=lens,
             block_table_tensor=self.block_table,
             seq_lens=lens.to(self.device),
@@ -359,27 +323,19 @@ class Prefill:
 
     def _impl(self, cls: type):
         """A layer of a class, as vLLM makes it on one rank."""
-        from vllm.config import set_current_vllm_config
-
-        model = self.step.model
+        step, model = self.step, self.step.model
         config = _vllm_config(self.device.type)
-        config.scheduler_config.max_num_batched_tokens = self.step.queries
-        # No distributed set-up: the layer asks for nothing but the size.
-        common = next(c for c in cls.__mro__ if c.__name__ == "SparseMLACommonImpl")
-        names = common.__init__.__globals__
-        one_rank = {"get_tensor_model_parallel_world_size": lambda: 1}
-        with mock.patch.dict(names, one_rank), set_current_vllm_config(config):
-            return make_masked_layer(
-                cls,
-                num_heads=self.step.heads,
-                kv_lora_rank=LATENT,
-                qk_nope_head_dim=model.nope,
-                qk_rope_head_dim=model.rope,
-                v_head_dim=model.v,
-                kv_b_weight=self.weight,
-                topk_indices_buffer=self.topk,
-                kv_cache_dtype=self.step.kv_cache_dtype,
-            )
+        config.scheduler_config.max_num_batched_tokens = step.queries
+        dims = Dims(
+            num_heads=step.heads,
+            kv_lora_rank=LATENT,
+            qk_nope_head_dim=model.nope,
+            qk_rope_head_dim=model.rope,
+            v_head_dim=model.v,
+            index_topk=step.topk,
+            kv_cache_dtype=step.kv_cache_dtype,
+        )
+        return make_layer(cls, dims, self.weight, config, topk_indices_buffer=self.topk)
 
     @property
     def num_chunks(self) -> int:

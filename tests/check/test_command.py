@@ -41,15 +41,12 @@ LOSE_A_KEY = """
     layer.build_packed_topk_mask = lossy
 """
 
-# What stock vLLM's offset callback does: one word shifted right, its neighbour unread.
+# Stock vLLM's offset callback shifts one word right, its neighbour unread.
 LOSE_THE_NEXT_WORD = """
-    import torch
-    from vllm_sparse_mla.testing import reference
-    unpack = reference._unpack_keys
-    def shifted(mask, start, num_keys):
-        column = torch.arange(num_keys, device=mask.device) % 32
-        return unpack(mask, start, num_keys) & (column < 32 - start % 32)
-    reference._unpack_keys = shifted
+    from vllm.model_executor.layers.attention import sparse_mla_mask
+    from vllm_sparse_mla.testing.stock import load_stock_module
+    stock = load_stock_module(sparse_mla_mask.__name__)
+    sparse_mla_mask.offset_dense_mask_mod = stock.offset_dense_mask_mod
 """
 
 CALL_NOTHING = """

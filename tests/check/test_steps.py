@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from vllm_sparse_mla.check.prefill import causal_topk_rows
+from vllm_sparse_mla.testing.masks import causal_topk
 from vllm_sparse_mla.testing.steps import EngineStep, ScheduledRun, Workload
 
 
@@ -81,10 +81,9 @@ def test_a_limit_on_pieces_puts_several_contexts_into_one_step():
 
 
 def test_topk_rows_are_causal_distinct_and_padded():
-    positions = torch.tensor([0, 3, 7, 8, 40])
-    rows = causal_topk_rows(positions, 8, torch.Generator().manual_seed(0))
-    assert rows.dtype == torch.int32
-    for position, row in zip(positions.tolist(), rows.tolist()):
+    rows = causal_topk(41, 8, torch.Generator().manual_seed(0))
+    assert rows.shape == (41, 8) and rows.dtype == torch.int32
+    for position, row in enumerate(rows.tolist()):
         kept = min(position + 1, 8)
         keys = set(row[:kept])
         assert len(keys) == kept and max(keys) <= position and min(keys) >= 0

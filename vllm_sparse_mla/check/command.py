@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -32,13 +32,13 @@ class Schedule:
 
     @property
     def title(self) -> str:
-        w = self.workload
+        w, d = self.workload, self.workload.dims
         prompts = ", ".join(map(str, w.prompt_lens))
         piece = f", at most {w.longest_piece} of one prompt" if w.longest_piece else ""
         return (
             f"Prompts of {prompts} tokens, {w.token_budget} a step{piece}; "
-            f"{w.num_heads} heads of {w.qk_head_dim}/{w.v_head_dim}, "
-            f"top-k {w.index_topk}"
+            f"{d.num_heads} heads of {d.qk_head_dim}/{d.v_head_dim}, "
+            f"top-k {d.index_topk}"
         )
 
     @property
@@ -81,7 +81,7 @@ class Report:
             "schedules": [
                 {
                     "ok": schedule.ok,
-                    "workload": vars(schedule.workload),
+                    "workload": asdict(schedule.workload),
                     "unaligned_contexts": schedule.unaligned_contexts,
                     "steps": [result.to_dict() for result in schedule.results],
                 }
@@ -98,13 +98,10 @@ class Report:
 def _workloads(
     prompts: tuple[int, ...] | None, budget: int, heads: int, topk: int
 ) -> "list[Workload]":
-    from vllm_sparse_mla.testing.steps import Workload
+    from vllm_sparse_mla.testing.steps import DIMS, Workload
 
-    common: dict[str, Any] = {
-        "token_budget": budget,
-        "num_heads": heads,
-        "index_topk": topk,
-    }
+    dims = replace(DIMS, num_heads=heads, index_topk=topk)
+    common: dict[str, Any] = {"token_budget": budget, "dims": dims}
     if prompts is not None:
         longest = max(prompts, default=0)
         return [Workload(prompts, **common, max_model_len=max(4096, longest + 64))]
@@ -171,6 +168,8 @@ def _run(
         except (CodegenError, DisassemblerMissing) as error:
             codegen_error = str(error)
     attention = "FA4" if fa4 else "reference (plain PyTorch)"
+    if not has_gpu:
+        attention += ", FA4's callbacks on the host"
     return Report(env, attention, stand_ins, schedules, callbacks, codegen_error)
 
 

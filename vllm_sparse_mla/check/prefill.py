@@ -7,22 +7,16 @@ float64 and never sees a mask, a chunk or a cache. The error budget of a query i
 what an eager BF16 run of the same attention errs by, plus rounding.
 """
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention import sparse_mla_attention as layer_module
-from vllm.model_executor.layers.attention.sparse_mla_attention import (
-    SparseMLACommonImpl,
-)
 from vllm_sparse_mla.testing import reference
-from vllm_sparse_mla.testing.mla_layer import make_masked_layer
-from vllm_sparse_mla.testing.stand_ins import MaskedCall, noted_attention
+from vllm_sparse_mla.testing.masks import GuardedMask
 from vllm_sparse_mla.testing.steps import EngineStep, ScheduledRun
+from vllm_sparse_mla.testing.world import Step, World
 
 NO_CONTEXT = "no context"
 WHOLE_SEQUENCE = "whole sequence"
@@ -69,33 +63,12 @@ class StepResult:
         return {"ok": self.ok} | vars(self)
 
 
-def causal_topk_rows(
-    positions: torch.Tensor, topk: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Top-k rows as an indexer emits them: by score, only keys up to the query.
-
-    Args:
-        positions: int `[T]`, each query's position in its sequence.
-        topk: keys to keep.
-        generator: of the scores.
-
-    Returns:
-        int32 `[T, topk]`; rows of early queries end in -1.
-    """
-    num_keys = int(positions.max()) + 1 if len(positions) else 0
-    scores = torch.rand(len(positions), max(num_keys, topk), generator=generator)
-    scores[torch.arange(scores.shape[1]) > positions[:, None]] = -1.0
-    best = scores.topk(topk, dim=-1)
-    return best.indices.where(best.values >= 0, -1).int()
-
-
 class PrefillCheck:
-    """One attention layer with random weights and the cache that it reads.
+    """One attention layer with random weights and the steps that it gets.
 
     Attributes:
         run: the schedule whose steps the layer gets.
-        impl: the overlaid layer.
-        cache: the paged latent cache.
+        world: the prompts and the layer.
     """
 
     def __init__(self, run: ScheduledRun, fa4: bool, seed: int = 0) -> None:
@@ -107,194 +80,72 @@ class PrefillCheck:
             seed: of weights, latents, queries and top-k rows.
         """
         self.run = run
-        self._fa4 = fa4
-        self._generator = torch.Generator().manual_seed(seed)
         w = run.workload
-        self._weight = self._randn(
-            w.num_heads * (w.qk_nope_head_dim + w.v_head_dim), w.kv_lora_rank
-        ).mul_(w.kv_lora_rank**-0.5)
-        self._latents = [
-            self._randn(prompt_len + w.output_len, w.latent_dim)
-            for prompt_len in w.prompt_lens
-        ]
-        # NaN wherever no token was written: reading there shows in the output.
-        self.cache = torch.full(
-            (w.num_blocks, w.block_size, w.latent_dim),
-            math.nan,
-            dtype=torch.bfloat16,
-            device=run.device,
+        # A GPU whose FA4 takes no packed masks.
+        on_gpu = run.device.type == "cuda"
+        instead = reference.flash_attn_varlen_func if on_gpu and not fa4 else None
+        self.world = World(
+            run.device,
+            [prompt_len + w.output_len for prompt_len in w.prompt_lens],
+            w.dims,
+            w.block_size,
+            seed,
+            max_tokens=w.token_budget,
+            num_blocks=w.num_blocks,
+            attend=instead,
+            config=run.vllm_config,
         )
-        self._topk = torch.full(
-            (w.token_budget, w.index_topk), -1, dtype=torch.int32, device=run.device
-        )
-        with set_current_vllm_config(run.vllm_config):
-            self.impl = make_masked_layer(
-                SparseMLACommonImpl,
-                num_heads=w.num_heads,
-                kv_lora_rank=w.kv_lora_rank,
-                qk_nope_head_dim=w.qk_nope_head_dim,
-                qk_rope_head_dim=w.qk_rope_head_dim,
-                v_head_dim=w.v_head_dim,
-                kv_b_weight=self._weight,
-                topk_indices_buffer=self._topk,
-            )
-
-    def _randn(self, *shape: int) -> torch.Tensor:
-        values = torch.randn(*shape, generator=self._generator)
-        return values.to(torch.bfloat16).to(self.run.device)
 
     def results(self) -> Iterator[StepResult]:
         """Run every step that has a prefill, on each mask path that it can take."""
         for step in self.run.steps():
-            self._write_cache(step)
             if step.metadata.prefill is not None:
                 yield from self._judge(step)
 
-    def _write_cache(self, step: EngineStep) -> None:
-        """Store the step's tokens, as vLLM does before a layer attends."""
-        rows = [
-            self._latents[request][context : context + query]
-            for request, context, query in zip(
-                step.requests, step.context_lens, step.query_lens
-            )
-        ]
-        slots = step.metadata.slot_mapping
-        self.cache.flatten(0, 1)[slots] = torch.cat(rows)
-
-    def _judge(self, step: EngineStep) -> Iterator[StepResult]:
-        prefills = step.prefills
-        contexts = step.context_lens[prefills]
-        queries = step.query_lens[prefills]
-        w = self.run.workload
-        positions = torch.cat(
-            [torch.arange(c, c + n) for c, n in zip(contexts, queries)]
-        )
-        topk = causal_topk_rows(positions, w.index_topk, self._generator)
-        topk = topk.to(self.run.device)
-        first = step.metadata.num_decode_tokens
-        self._topk.fill_(0)  # decodes' rows are not for the prefill
-        self._topk[first : first + len(positions)] = topk
-        q = self._randn(len(positions), w.num_heads, w.qk_head_dim)
-
+    def _judge(self, engine_step: EngineStep) -> Iterator[StepResult]:
+        steps = self._paths(engine_step)
         # The layer runs first: memory that the oracle freed cannot hold the answer.
-        runs = [(path, *self._forward(step, q, path)) for path in self._paths(step)]
-        expected, budget = self._oracle(step, q, topk)
-        for path, output, calls in runs:
-            error = reference.attention_error(output, expected)
-            worst = int(error.argmax())
-            ratio = (error / budget).nan_to_num(nan=0.0, posinf=math.inf)
+        runs = [(path, step, *self._forward(step)) for path, step in steps.items()]
+        prefills = engine_step.prefills
+        for path, step, output, calls in runs:
+            judgement = self.world.judge(step, output)
+            worst = int(judgement.error.argmax())
             problem = ""
             if not calls or set(calls) != _CALLBACKS[path]:
                 problem = f"attention was called with {calls}"
-            elif not budget.isfinite().all():
+            elif not judgement.budget.isfinite().all():
                 problem = "the eager run that sets the budget is not finite"
             yield StepResult(
-                step=step.index,
-                context_lens=tuple(contexts),
-                query_lens=tuple(queries),
+                step=engine_step.index,
+                context_lens=tuple(engine_step.context_lens[prefills]),
+                query_lens=tuple(engine_step.query_lens[prefills]),
                 mask_path=path,
                 attention_calls=len(calls),
-                largest_error=float(error[worst]),
-                budget=float(budget[worst]),
-                error_over_budget=float(ratio.max()),
+                largest_error=float(judgement.error[worst]),
+                budget=float(judgement.budget[worst]),
+                error_over_budget=float(judgement.ratio.max()),
                 problem=problem,
             )
 
-    def _workspace(self, step: EngineStep, path: str) -> torch.Tensor:
-        """A mask workspace of just the size that leads to a path, full of ones."""
-        prefill = step.metadata.prefill
-        shape = layer_module._topk_mask_shape(
-            len(prefill.query_lens_cpu),
-            prefill.max_query_len,
-            step.metadata.prefill_max_seq_len,
-        )
-        numel = math.prod(shape) - (1 if path == PER_RANGE else 0)
-        return torch.full((numel,), -1, dtype=torch.int32, device=self.run.device)
+    def _paths(self, engine_step: EngineStep) -> dict[str, Step]:
+        """The step with a mask workspace of just the size that leads to each path."""
+        spans, metadata = engine_step.spans, engine_step.metadata
+        words = self.world.whole_mask_words(spans)
 
-    def _paths(self, step: EngineStep) -> list[str]:
-        prefill = step.metadata.prefill
-        if prefill.chunked_context is None:
-            return [NO_CONTEXT]
-        smaller = replace(prefill, topk_mask_workspace=self._workspace(step, PER_RANGE))
+        def with_words(numel: int) -> Step:
+            mask = GuardedMask(numel, self.run.device)
+            return self.world.take(spans, metadata, mask)
+
+        if metadata.prefill.chunked_context is None:
+            return {NO_CONTEXT: with_words(words)}
+        paths = {WHOLE_SEQUENCE: with_words(words)}
+        smaller = with_words(words - 1)
         # Short contexts may need no more words whole than in ranges.
-        reachable = self.impl.masked_mha_workspace_fits(smaller)
-        return [WHOLE_SEQUENCE, PER_RANGE] if reachable else [WHOLE_SEQUENCE]
+        if self.world.impl.masked_mha_workspace_fits(smaller.metadata.prefill):
+            paths[PER_RANGE] = smaller
+        return paths
 
-    def _forward(
-        self, step: EngineStep, q: torch.Tensor, path: str
-    ) -> tuple[torch.Tensor, list[str]]:
-        w = self.run.workload
-        prefills = step.prefills
-        new = torch.cat(
-            [
-                self._latents[request][context : context + query]
-                for request, context, query in zip(
-                    step.requests[prefills],
-                    step.context_lens[prefills],
-                    step.query_lens[prefills],
-                )
-            ]
-        )
-        prefill = replace(
-            step.metadata.prefill, topk_mask_workspace=self._workspace(step, path)
-        )
-        if prefill.chunked_context is not None:
-            prefill.chunked_context.workspace.fill_(math.nan)
-        output = new.new_full((len(new), w.num_heads * w.v_head_dim), math.nan)
-        calls: list[MaskedCall] = []
-        attend = None if self._fa4 else reference.flash_attn_varlen_func
-        on_gpu = self.run.device.type == "cuda"
-        with (
-            set_current_vllm_config(self.run.vllm_config),
-            noted_attention(calls, attend, cache_ops=on_gpu),
-        ):
-            self.impl.forward_mha(
-                q,
-                new[:, : w.kv_lora_rank],
-                new[:, w.kv_lora_rank :].unsqueeze(1),
-                self.cache,
-                replace(step.metadata, prefill=prefill),
-                torch.ones(1, device=self.run.device),
-                output,
-            )
-        return output.unflatten(-1, (w.num_heads, w.v_head_dim)), [
-            call.callback for call in calls
-        ]
-
-    def _project(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of whole sequences, in the precision of `latents`."""
-        w = self.run.workload
-        weight = self._weight.to(latents.dtype)
-        kv = latents[:, : w.kv_lora_rank] @ weight.t()
-        kv = kv.unflatten(-1, (w.num_heads, -1))
-        k_nope, v = kv.split((w.qk_nope_head_dim, w.v_head_dim), dim=-1)
-        k_pe = latents[:, None, w.kv_lora_rank :].expand(-1, w.num_heads, -1)
-        return torch.cat((k_nope, k_pe), dim=-1), v
-
-    def _oracle(
-        self, step: EngineStep, q: torch.Tensor, topk: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        prefills = step.prefills
-        contexts = step.context_lens[prefills]
-        queries = step.query_lens[prefills]
-        seq_lens = [c + n for c, n in zip(contexts, queries)]
-        latents = torch.cat(
-            [
-                self._latents[request][:seq_len]
-                for request, seq_len in zip(step.requests[prefills], seq_lens)
-            ]
-        )
-        attend = [
-            reference.gathered_topk_attention(
-                q,
-                *self._project(latents.to(dtype)),
-                torch.tensor([0, *queries]).cumsum(0),
-                torch.tensor([0, *seq_lens]).cumsum(0),
-                topk,
-                softmax_scale=self.impl.scale,
-                query_offsets=torch.tensor(contexts),
-                dtype=dtype,
-            )[0]
-            for dtype in (torch.float64, torch.bfloat16)
-        ]
-        return attend[0], reference.attention_error_budget(*attend)
+    def _forward(self, step: Step) -> tuple[torch.Tensor, list[str]]:
+        self.world.calls.clear()
+        output = self.world.run(step)
+        return output, [call.callback for call in self.world.calls]

@@ -28,6 +28,8 @@ UPSTREAM_PACKAGE = "tests.v1.attention.sparse_mla"
 SHARED_MODULES = (
     "host_callbacks",
     "kv_cache",
+    "layer",
+    "masks",
     "reference",
     "served",
     "stand_ins",

@@ -46,8 +46,17 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm_sparse_mla.testing.layer import Dims
 from vllm_sparse_mla.testing.tiny_model import ModelSpec, make_config
 
+DIMS = Dims(
+    num_heads=2,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    index_topk=128,
+)
 LAYER_NAME = "model.layers.0.self_attn.attn"
 
 
@@ -63,8 +72,7 @@ class Workload:
             once; 0 sets no limit.
         output_len: tokens that each request generates.
         max_num_seqs: requests that run at the same time.
-        num_heads: query heads. The other dimensions default to DeepSeek-V3.2's.
-        index_topk: keys that the indexer keeps for each query.
+        dims: of the layer; by default DeepSeek-V3.2's but for heads and top-k.
         decode_threshold: longest query that the builder counts as a decode. Backends
             take 128 and more, depending on heads and device; 1 leaves every piece of a
             prompt, however short, to the prefill path.
@@ -77,12 +85,7 @@ class Workload:
     longest_piece: int = 0
     output_len: int = 4
     max_num_seqs: int = 4
-    num_heads: int = 2
-    index_topk: int = 128
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    dims: Dims = DIMS
     decode_threshold: int = 1
     block_size: int = 64
     max_model_len: int = 4096
@@ -94,20 +97,11 @@ class Workload:
                 "prompt_lens must be at least one length, each at least 1 and with "
                 f"output_len at most {self.max_model_len}, got {self.prompt_lens}"
             )
-        for name in ("token_budget", "output_len", "num_heads", "index_topk"):
+        for name in ("token_budget", "output_len"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
-
-    @property
-    def qk_head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def latent_dim(self) -> int:
-        """Entries of a row of the latent cache."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def num_blocks(self) -> int:
@@ -138,6 +132,15 @@ class EngineStep:
     def prefills(self) -> slice:
         """The batch's prefill requests; decodes come before them."""
         return slice(self.metadata.num_decodes, len(self.requests))
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Each prefill's request, and where its new tokens start and stop in it."""
+        prefills = (
+            values[self.prefills]
+            for values in (self.requests, self.context_lens, self.query_lens)
+        )
+        return [(r, context, context + query) for r, context, query in zip(*prefills)]
 
 
 class _Batch:
@@ -189,15 +192,15 @@ def make_vllm_config(workload: Workload, device: torch.device) -> VllmConfig:
     """DeepSeek-V3.2's configuration with the workload's dimensions."""
     spec = ModelSpec(
         hidden_size=512,
-        num_attention_heads=workload.num_heads,
+        num_attention_heads=workload.dims.num_heads,
         q_lora_rank=512,
-        index_topk=workload.index_topk,
+        index_topk=workload.dims.index_topk,
         num_hidden_layers=1,
         intermediate_size=512,
         max_position_embeddings=workload.max_model_len,
     )
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    config = make_config(spec) | {name: getattr(workload, name) for name in names}
+    config = make_config(spec) | {name: getattr(workload.dims, name) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model_config = ModelConfig(
@@ -251,7 +254,7 @@ class ScheduledRun:
         spec = MLAAttentionSpec(
             block_size=workload.block_size,
             num_kv_heads=1,
-            head_size=workload.latent_dim,
+            head_size=workload.dims.latent_dim,
             dtype=torch.bfloat16,
         )
         with set_current_vllm_config(self.vllm_config):

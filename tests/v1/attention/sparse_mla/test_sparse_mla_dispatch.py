@@ -12,7 +12,7 @@ import vllm.envs as envs
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import fa_utils
-from vllm_sparse_mla.testing.world import Dims
+from vllm_sparse_mla.testing.layer import Dims
 
 NO_OPT_IN = "stock has no opt-in for SM90"
 MODULES = "vllm.model_executor.layers.attention."

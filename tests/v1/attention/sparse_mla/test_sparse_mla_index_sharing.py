@@ -105,14 +105,14 @@ def test_another_step_builds_again_though_the_leader_did_not_run(world, builds):
     model.run(first, 0)
     model.run(first, 1)
     world.draw_topk()
-    second = world.step(SPANS, guarded_mask=first.guarded_mask)
+    second = world.step(SPANS, mask=first.mask)
     second.metadata.prefill.topk_mask_workspace = (
         first.metadata.prefill.topk_mask_workspace
     )
     # New metadata in the memory of the old, if the allocator likes.
     del first
     gc.collect()
-    second.poison_mask()
+    second.mask.poison()
     model.index(second)
     builds.clear()
     model.run(second, 1)
@@ -264,7 +264,7 @@ def test_a_reused_mask_is_not_written_by_those_who_read_it(world):
     step = world.step([(0, 96, 180), (1, 150, 200)], chunk_rows=64)
     model.index(step)
     model.run(step, 0)
-    words = step.guarded_mask.clone()
+    words = step.mask.words.clone()
     for layer in (1, 2):
         model.run(step, layer)
-        assert torch.equal(step.guarded_mask, words)
+        assert torch.equal(step.mask.words, words)

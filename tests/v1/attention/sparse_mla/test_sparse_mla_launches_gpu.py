@@ -18,7 +18,7 @@ import torch
 
 import vllm
 from vllm.model_executor.layers.attention import sparse_mla_attention
-from vllm_sparse_mla.testing.world import Dims
+from vllm_sparse_mla.testing.layer import Dims
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ in the output, the context workspace and every cache row that holds no context.
 import pytest
 import torch
 
-from vllm_sparse_mla.testing.world import Dims
+from vllm_sparse_mla.testing.layer import Dims
 
 INT32_MAX = 2**31 - 1
 OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_sparse_mla.testing import reference
-from vllm_sparse_mla.testing.world import Dims
+from vllm_sparse_mla.testing.layer import Dims
 
 pytestmark = pytest.mark.gpu
 

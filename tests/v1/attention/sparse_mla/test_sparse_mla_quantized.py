@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_sparse_mla.testing import kv_cache, reference
-from vllm_sparse_mla.testing.world import Dims
+from vllm_sparse_mla.testing.layer import Dims
 
 # Stock has no masked MHA over quantized caches.
 pytest.importorskip("vllm.model_executor.layers.attention.sparse_mla_kv_cache")
