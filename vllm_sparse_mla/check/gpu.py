@@ -36,10 +36,11 @@ def stand_in_for_gpu(capability: tuple[int, int]) -> None:
         raise RuntimeError("vLLM has a platform already")
     try:
         importlib.import_module(_EXTENSIONS[0])
+        complete = True
     except ImportError:
+        complete = False
         for name in _EXTENSIONS:
             sys.modules[name] = ModuleType(name, "Stand-in without libcuda.")
-        _answer_for_extensions()
     from vllm.platforms.cuda import CudaPlatformBase
 
     class AbsentGpu(CudaPlatformBase):
@@ -64,6 +65,8 @@ def stand_in_for_gpu(capability: tuple[int, int]) -> None:
             return 132
 
     platforms._current_platform = AbsentGpu()
+    if not complete:
+        _answer_for_extensions()
 
 
 def _answer_for_extensions() -> None:

@@ -86,17 +86,6 @@ def _explain(error: Exception) -> str:
     return textwrap.shorten(str(text).removeprefix("Value error, "), 240)
 
 
-def _configure(folder: str, tensor_parallel_size: int, kv_cache_dtype: str):
-    return EngineArgs(
-        model=folder,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=tensor_parallel_size,
-        kv_cache_dtype=kv_cache_dtype,
-        # Compilation passes decide nothing here, and need CUDA's operators.
-        optimization_level=0,
-    ).create_engine_config()
-
-
 def resolve_launch(
     model: str, tensor_parallel_size: int, kv_cache_dtype: str
 ) -> Launch | None:
@@ -121,9 +110,16 @@ def resolve_launch(
         )
     with _model_folder(model) as folder:
         try:
-            config = _configure(folder, tensor_parallel_size, kv_cache_dtype)
+            config = EngineArgs(
+                model=folder,
+                skip_tokenizer_init=True,
+                tensor_parallel_size=tensor_parallel_size,
+                kv_cache_dtype=kv_cache_dtype,
+                # Compilation passes decide nothing here, and need CUDA's operators.
+                optimization_level=0,
+            ).create_engine_config()
             return _resolve_attention(config, kv_cache_dtype)
-        except (ValueError, NotImplementedError, AssertionError) as error:
+        except (ValueError, NotImplementedError) as error:
             raise LaunchRefused(_explain(error)) from error
 
 
