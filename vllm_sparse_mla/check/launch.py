@@ -22,6 +22,7 @@ from vllm.config.cache import KV_CACHE_DTYPES, is_known_kv_cache_dtype
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.attention import sparse_mla_attention as layer_module
+from vllm.model_executor.layers.attention.sparse_mla_kv_cache import kv_cache_refusal
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.attention.selector import get_attn_backend
 
@@ -42,7 +43,7 @@ class Launch:
         decided_by: what made it that.
         backend: attention backend.
         available: whether masked MHA can run, by the layer's own question.
-        needs_other_dtype: whether it could, but for the KV cache dtype.
+        kv_cache_refusal: why not, where only the KV cache dtype is in the way.
     """
 
     dims: tuple[int, int, int, int, int]
@@ -51,7 +52,7 @@ class Launch:
     decided_by: str
     backend: str
     available: bool
-    needs_other_dtype: bool
+    kv_cache_refusal: str | None
 
 
 @contextmanager
@@ -162,6 +163,7 @@ def _resolve_attention(config: VllmConfig, kv_cache_dtype: str) -> Launch | None
             backend, configured
         )
         available = layer_module._is_masked_mha_available(*dims, final)
+        refusal = kv_cache_refusal(final, hf_config.qk_rope_head_dim)
         otherwise = layer_module._is_masked_mha_available(*dims, "auto")
     model_dtype = str(model_config.dtype).removeprefix("torch.")
 
@@ -186,5 +188,5 @@ def _resolve_attention(config: VllmConfig, kv_cache_dtype: str) -> Launch | None
         decided_by=decided_by,
         backend=backend.get_name(),
         available=available,
-        needs_other_dtype=otherwise and not available,
+        kv_cache_refusal=refusal if otherwise else None,
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_sm90
 from vllm.model_executor.layers.attention import sparse_mla_attention as layer_module
+from vllm.model_executor.layers.attention.sparse_mla_kv_cache import halve_lengths
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm_sparse_mla import envs
 from vllm_sparse_mla.check.launch import Launch, LaunchRefused, resolve_launch
 
@@ -110,6 +112,8 @@ def _thresholds(
         table, backend = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS, launch.backend
     else:
         table = mla_attention._MASKED_MHA_THRESHOLDS
+        if is_quantized_kv_cache(launch.kv_cache_dtype):
+            table = halve_lengths(table)
         backend = _SHARED_ROWS.get(launch.backend, launch.backend)
     sizes = table.get((nope + rope, v_head_dim), {}).get(backend, {})
     whole, context = sizes.get(tensor_parallel_size, ((), ()))
@@ -141,10 +145,10 @@ def _reason_against(launch: Launch, capability: tuple[int, int]) -> str:
             f"{heads} heads, kv_lora_rank {rank}, qk_nope_head_dim {nope}, "
             f"qk_rope_head_dim {rope}, v_head_dim {v_head_dim}."
         )
-    if launch.needs_other_dtype:
+    if launch.kv_cache_refusal is not None:
         return (
-            f"The KV cache is quantized ({launch.kv_cache_dtype}, decided by "
-            f"{launch.decided_by}); masked MHA needs --kv-cache-dtype bfloat16."
+            f"The KV cache is {launch.kv_cache_dtype}, decided by {launch.decided_by}: "
+            f"{launch.kv_cache_refusal}."
         )
     if major == 9 and not envs.sm90():
         return (

@@ -54,7 +54,8 @@ def kv_cache_refusal(kv_cache_dtype: str, qk_rope_head_dim: int) -> str | None:
         return None
     return (
         f"{kv_cache_dtype} is quantized, and where that pays was not measured on this "
-        "GPU; VLLM_SPARSE_MLA_QUANTIZED_KV=1 uses masked MHA nevertheless"
+        "GPU; --kv-cache-dtype bfloat16 uses masked MHA, "
+        "VLLM_SPARSE_MLA_QUANTIZED_KV=1 uses it nevertheless"
     )
 
 
