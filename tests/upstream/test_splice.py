@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from vllm_sparse_mla.export_patch import tidy
 from vllm_sparse_mla.export_patch.splice import Definition, Rules, splice
 
 UPSTREAM = '''\
@@ -66,6 +67,9 @@ def test_an_unchanged_definition_changes_nothing():
 def test_function_is_replaced_whole_with_decorators_and_comments():
     text = spliced(
         """
+        LIMIT = 1
+
+
         # Another comment.
         def second(x):
             return -x  # negated
@@ -255,7 +259,7 @@ def test_super_past_upstreams_class_becomes_plain_super():
 
 
 def test_statement_without_a_name_is_refused():
-    with pytest.raises(ValueError, match="line 1: only definitions.*got 'print"):
+    with pytest.raises(ValueError, match="the overlay: only definitions.*got 'print"):
         spliced("print(1)\n")
 
 
@@ -265,3 +269,71 @@ def test_docstring_is_the_overlays_only_if_it_defines_everything():
     upstream = "# Header\n\nimport math\n\nLIMIT = math.pi\n"
     text = splice(partial, upstream).text
     assert text == '# Header\n"""New."""\n\nLIMIT = 2\n'
+
+
+def test_imports_come_and_go_with_what_uses_them():
+    text = spliced(
+        """
+        import abc
+        from collections.abc import Callable
+        from typing import TypeVar
+
+        import zlib
+
+        from pkg.base import Other, Unused
+
+
+        def first(x: Callable):
+            return abc.f(zlib.g(TypeVar), Other)
+        """
+    )
+    head = text[: text.index("LIMIT")]
+    assert head == dedent(
+        """
+        \"""Upstream's docstring.\"""
+
+        import abc
+        import zlib
+        from collections.abc import Callable
+        from typing import Any, TypeVar
+
+        from pkg.base import Base, Other, helper
+
+        """
+    )
+
+
+def test_order_of_imports_is_kept_where_upstream_does_not_sort_them():
+    upstream = "import enum, abc\nfrom a import b\n\nx = (enum,  abc, b)\n"
+    overlay = "import math\nfrom a import c\n\ny = math.f(c)\nx = (enum, abc, b)\n"
+    expected = upstream.replace("import enum", "import math\nimport enum")
+    expected = expected.replace("import b", "import b, c")
+    expected = expected.replace("x = (enum,  ", "y = math.f(c)\n\nx = (enum, ")
+    assert splice(overlay, upstream, Rules(formatted=False)).text == expected
+
+
+def test_one_name_for_two_things_is_refused():
+    with pytest.raises(ValueError, match="Any is other.Any in the overlay and typing"):
+        spliced("from other import Any\n\nLIMIT = Any\n")
+
+
+def test_two_spellings_of_one_import_are_one():
+    upstream = "import a.b.c as c\nfrom typing import Callable\n\nx = (c, Callable)\n"
+    overlay = "from collections.abc import Callable\n\nfrom a.b import c\n\n"
+    text = splice(overlay + "x = [c, Callable]\n", upstream).text
+    assert text.count("import") == 2 and "[c, Callable]" in text
+
+
+def test_a_part_of_the_definitions_can_be_taken():
+    overlay = dedent(METHODS) + "\n\ndef second(x):\n    return 0\n"
+    result = splice(overlay, UPSTREAM, wanted=lambda name: name == "Impl._prepare")
+    assert [d.name for d in result.definitions] == ["Impl._prepare"]
+    old = "    def run(self):\n        return first(1)\n"
+    new = "    def _prepare(self):\n        return LIMIT\n\n"
+    assert result.text == UPSTREAM.replace(old, new + old)
+
+
+def test_without_ruff_the_export_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(tidy, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'vllm-sparse-mla\[export\]'"):
+        spliced("LIMIT = 2\n")

@@ -25,7 +25,7 @@ from vllm_sparse_mla.overlay import overlay_root
 # FlashAttention's repository and the copy of it inside vLLM name one package twice.
 _FA4_PACKAGES = ("vllm.vllm_flash_attn.cute", "flash_attn.cute")
 _FA4_RULES = Rules(
-    wrapped={"AttentionMask.apply_mask": "_apply_unpacked_mask"}, width=100
+    wrapped={"AttentionMask.apply_mask": "_apply_unpacked_mask"}, formatted=False
 )
 _FA4_TESTS = ("test_causal_mask_mod.py",)
 _RULES = {

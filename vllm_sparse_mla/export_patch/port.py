@@ -2,26 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A test file as upstream would have it: its imports, its markers."""
 
-import ast
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from vllm_sparse_mla.export_patch.imports import (
-    Binding,
-    ImportEditor,
-    bindings,
-    drop_unused_imports,
-)
-from vllm_sparse_mla.export_patch.source import (
-    Edit,
-    apply_edits,
-    blank_lines_above,
-    drop_lines,
-    end,
-    first_line,
-    is_import,
-    used_names,
-)
+import libcst as cst
+import libcst.matchers as m
+
+from vllm_sparse_mla.export_patch import tree
+from vllm_sparse_mla.export_patch.tidy import tidy
 
 UPSTREAM_PACKAGE = "tests.v1.attention.sparse_mla"
 # Modules of this package that the tests import: they travel with them.
@@ -37,18 +24,24 @@ SHARED_MODULES = (
 )
 _OWN_PACKAGE = "vllm_sparse_mla"
 _TESTING = f"{_OWN_PACKAGE}.testing"
+
+
+def _mark(*names: str) -> m.OneOf:
+    marks = m.Attribute(m.Name("pytest"), m.Name("mark"))
+    return m.OneOf(*(m.Attribute(marks, m.Name(name)) for name in names))
+
+
 # Markers to which this repository's own conftest gives a meaning: what a tree that is
 # patched does not need to know, and what upstream would write instead.
-_DROPPED_MARKERS = ("interpreter", "stock_fails")
-_GPU_MARKER = "pytest.mark.gpu"
-# As long as what it replaces, so that lines break where they did.
+_DROPPED = _mark("interpreter", "stock_fails")
+_DROPPED |= m.Call(_DROPPED)
 _GPU_NAME = "requires_nvidia"
-_GPU_CONDITION = [
-    f"{_GPU_NAME} = pytest.mark.skipif(",
-    '    not torch.cuda.is_available(), reason="needs an NVIDIA GPU"',
-    ")",
-]
-_WIDTH = 88
+_GPU_CONDITION = f"""
+
+{_GPU_NAME} = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
+)
+"""
 
 
 @dataclass(frozen=True)
@@ -68,26 +61,27 @@ def port_test(text: str) -> PortedTest:
     """Rewrite a test file for upstream's repository.
 
     Shared modules are imported from their places among upstream's tests. Markers that
-    only this repository knows are left out where they are decorators, alone in
-    ``pytestmark``, or marks of a ``pytest.param`` on lines of its own; elsewhere they
-    stay, and mark nothing. What exists for the plugin is left out too: a file that
-    imports another module of this package, a function that names it.
+    only this repository knows are left out where they are decorators, in
+    ``pytestmark``, or marks of a ``pytest.param``; elsewhere they stay, and mark
+    nothing. What exists for the plugin is left out too: a file that imports another
+    module of this package, a function that names it.
 
     Args:
         text: The test file.
     """
-    own = [b for b in bindings(text) if b.target.split(".")[0] == _OWN_PACKAGE]
-    if None in map(_in_upstream, own):
+    before = cst.parse_module(text)
+    own = {b for b in tree.bindings(before) if b.target.startswith(_OWN_PACKAGE)}
+    if any(_shared_module(binding) is None for binding in own):
         return PortedTest(None)
-    before = text
-    text = _with_gpu_condition(_without_dropped_markers(text))
-    editor = ImportEditor(text, _WIDTH)
-    for binding in own:
-        editor.add(_in_upstream(binding))
-        editor.remove(binding)
-    text, left_out = _without_own_functions(editor.text)
-    text = _without_unused_constants(text, used_names(before))
-    return PortedTest(drop_unused_imports(text, editor.text, _WIDTH), left_out)
+    body, left_out = [], []
+    for node in before.body:
+        if isinstance(node, cst.FunctionDef) and _OWN_PACKAGE in tree.code(node):
+            left_out.append(node.name.value)
+        else:
+            body.append(node)
+    after = before.with_changes(body=body).visit(_Port())
+    after = _without_unused_constants(_with_gpu_condition(after), before)
+    return PortedTest(tidy(after.code), tuple(left_out))
 
 
 def upstream_module(name: str) -> str:
@@ -95,105 +89,87 @@ def upstream_module(name: str) -> str:
     return f"{UPSTREAM_PACKAGE}.sparse_mla_{name}"
 
 
-def _in_upstream(binding: Binding) -> Binding | None:
-    """The import of a shared module, or from one; None for anything else."""
+def _shared_module(binding: tree.Binding) -> str | None:
+    """Which shared module an import is of or from; None for anything else."""
     for name in SHARED_MODULES:
-        module = upstream_module(name)
-        if binding.module == f"{_TESTING}.{name}":
-            return replace(binding, module=module)
-        if binding.target == f"{_TESTING}.{name}":
-            package, _, module = module.rpartition(".")
-            return Binding(package, module, binding.bound, binding.guarded)
+        if f"{_TESTING}.{name}" in (binding.module, binding.target):
+            return name
     return None
 
 
-def _without_own_functions(text: str) -> tuple[str, tuple[str, ...]]:
-    lines = text.split("\n")
-    names = []
-    # From the bottom up, so that line numbers above stay true.
-    for node in reversed(ast.parse(text).body):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        start = first_line(lines, node)
-        if any(_OWN_PACKAGE in line for line in lines[start : node.end_lineno]):
-            lines = drop_lines(lines, start, node.end_lineno)
-            names.append(node.name)
-    return "\n".join(lines), tuple(reversed(names))
+class _Port(m.MatcherDecoratableTransformer):
+    @m.leave(m.Decorator(_DROPPED))
+    def _decorator(self, old: cst.Decorator, new: cst.Decorator):
+        return cst.RemoveFromParent()
+
+    @m.leave(m.Call(m.Attribute(m.Name("pytest"), m.Name("param"))))
+    def _param(self, old: cst.Call, new: cst.Call):
+        marks = m.Arg(_DROPPED, keyword=m.Name("marks"))
+        kept = [argument for argument in new.args if not m.matches(argument, marks)]
+        if len(kept) < len(new.args):
+            kept[-1] = kept[-1].with_changes(comma=new.args[-1].comma)
+        return new.with_changes(args=kept)
+
+    @m.leave(m.SimpleStatementLine([m.Assign([m.AssignTarget(m.Name("pytestmark"))])]))
+    def _pytestmark(self, old: cst.CSTNode, new: cst.CSTNode):
+        value = old.body[0].value
+        marks = value.elements if isinstance(value, cst.List) else [value]
+        kept = [mark for mark in marks if not m.matches(mark, _DROPPED_OR_ELEMENT)]
+        if not kept:
+            return cst.RemoveFromParent()
+        if len(kept) == len(marks):
+            return new
+        return new.with_deep_changes(new.body[0].value, elements=kept)
+
+    @m.leave(_mark("gpu"))
+    def _gpu(self, old: cst.Attribute, new: cst.Attribute):
+        return cst.Name(_GPU_NAME)
+
+    def leave_ImportFrom(self, old: cst.ImportFrom, new: cst.ImportFrom):
+        module = tree.code(old.module)
+        if module == _TESTING:
+            aliases = []
+            for alias in old.names:
+                name = cst.Name(f"sparse_mla_{alias.evaluated_name}")
+                bound = alias.evaluated_alias or alias.evaluated_name
+                asname = cst.AsName(cst.Name(bound))
+                aliases.append(cst.ImportAlias(name, asname))
+            module = cst.parse_expression(UPSTREAM_PACKAGE)
+            return new.with_changes(module=module, names=aliases)
+        name = module.removeprefix(f"{_TESTING}.")
+        if name in SHARED_MODULES and module != name:
+            return new.with_changes(module=cst.parse_expression(upstream_module(name)))
+        return new
 
 
-def _is_dropped(marker: ast.expr) -> bool:
-    if isinstance(marker, ast.Call):
-        marker = marker.func
-    return ast.unparse(marker) in [f"pytest.mark.{m}" for m in _DROPPED_MARKERS]
+_DROPPED_OR_ELEMENT = _DROPPED | m.Element(_DROPPED)
 
 
-def _is_dropped_pytestmark(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Assign) or ast.unparse(node.targets) != "pytestmark":
-        return False
-    return all(map(_is_dropped, getattr(node.value, "elts", [node.value])))
+def _with_gpu_condition(module: cst.Module) -> cst.Module:
+    if not m.findall(module, m.Name(_GPU_NAME)):
+        return module
+    bound = {binding.bound for binding in tree.bindings(module)}
+    text = "" if "torch" in bound else "import torch\n"
+    new = cst.parse_module(text + _GPU_CONDITION)
+    body = list(module.body)
+    imports = tree.IMPORT | tree.TYPE_CHECKING
+    last = max(i for i, node in enumerate(body) if m.matches(node, imports))
+    body[last + 1 : last + 1] = new.body
+    return module.with_changes(body=body)
 
 
-def _without_dropped_markers(text: str) -> str:
-    lines = text.split("\n")
-    dropped: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        for decorator in getattr(node, "decorator_list", []):
-            if _is_dropped(decorator):
-                dropped.update(range(decorator.lineno - 1, decorator.end_lineno))
-        if _is_dropped_pytestmark(node):
-            first = node.lineno - 1
-            first -= blank_lines_above(lines, first)
-            dropped.update(range(first, node.end_lineno))
-    text = "\n".join(line for i, line in enumerate(lines) if i not in dropped)
-    return apply_edits(text, _marks_of_params(text))
-
-
-def _marks_of_params(text: str) -> Iterator[Edit]:
-    """Edits that take dropped markers away from ``pytest.param(..., marks=...)``.
-
-    Only where the call has its lines for itself: elsewhere lines would have to be
-    broken anew.
-    """
-    lines = text.split("\n")
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.param":
-            continue
-        first, last = lines[node.lineno - 1], lines[node.end_lineno - 1]
-        own_lines = first.lstrip().startswith("pytest.param(") and last.endswith("),")
-        exploded = node.lineno != node.end_lineno
-        if not own_lines or (exploded and last.strip() != "),"):
-            continue
-        if exploded and not lines[node.end_lineno - 2].endswith(","):
-            continue
-        for i, keyword in enumerate(node.keywords):
-            if keyword.arg == "marks" and _is_dropped(keyword.value):
-                previous = (node.args + node.keywords[:i])[-1]
-                yield Edit(end(previous), end(keyword), "")
-
-
-def _without_unused_constants(text: str, used_before: set[str]) -> str:
+def _without_unused_constants(after: cst.Module, before: cst.Module) -> cst.Module:
     """Drop constants that only dropped markers have used."""
-    unused = used_before - used_names(text)
-    lines = text.split("\n")
-    # From the bottom up, so that line numbers above stay true.
-    for node in reversed(ast.parse(text).body):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets) in unused:
-            lines = drop_lines(lines, node.lineno - 1, node.end_lineno)
-    return "\n".join(lines)
 
+    def uses(module: cst.Module, name: str | None) -> int:
+        return len(m.findall(module, m.Name(name)))
 
-def _with_gpu_condition(text: str) -> str:
-    edits = [
-        Edit.of(node, _GPU_NAME)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == _GPU_MARKER
+    constant = m.SimpleStatementLine([m.Assign([m.AssignTarget(m.Name())])])
+    body = [
+        node
+        for node in after.body
+        if not m.matches(node, constant)
+        or uses(after, name := tree.name_of(node)) > 1
+        or uses(before, name) == 1
     ]
-    if not edits:
-        return text
-    editor = ImportEditor(apply_edits(text, edits), _WIDTH)
-    if "torch" not in [b.bound for b in bindings(text)]:
-        editor.add(Binding(None, "torch"))
-    lines = editor.text.split("\n")
-    last = [node for node in ast.parse(editor.text).body if is_import(node)][-1]
-    lines[last.end_lineno : last.end_lineno] = ["", *_GPU_CONDITION]
-    return "\n".join(lines)
+    return after.with_changes(body=body)

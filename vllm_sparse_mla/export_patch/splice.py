@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Puts the definitions of an overlay file into upstream's file, as text.
+"""Puts the definitions of an overlay file into upstream's file.
 
 An overlay file replaces definitions one by one: a function or constant by another of
 the same name, a method by one in a subclass of upstream's class. Here the same text
@@ -9,12 +9,17 @@ precedes it in the overlay. Upstream's text stays as it is elsewhere, so that th
 difference of the two files is what a reviewer has to read.
 """
 
-import ast
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_sparse_mla.export_patch import source
-from vllm_sparse_mla.export_patch.imports import merge_imports
-from vllm_sparse_mla.export_patch.unalias import unalias
+import libcst as cst
+import libcst.matchers as m
+
+from vllm_sparse_mla.export_patch import tree
+from vllm_sparse_mla.export_patch.tidy import tidy
+from vllm_sparse_mla.export_patch.tree import lead, name_of, with_lead
+from vllm_sparse_mla.export_patch.unalias import Unalias
+from vllm_sparse_mla.overlay import UPSTREAM_PREFIX
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,12 @@ class Rules:
         wrapped: For a method that calls the one that it replaces: the name that
             upstream's method gets, by qualified name.
         removed: Qualified names of upstream's definitions that nothing needs any more.
-        width: Line width of upstream's file.
+        formatted: Whether upstream formats the file as ruff does, with 88 columns.
     """
 
     wrapped: dict[str, str] = field(default_factory=dict)
     removed: tuple[str, ...] = ()
-    width: int = 88
+    formatted: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,148 +64,19 @@ class Spliced:
     definitions: tuple[Definition, ...]
 
 
-class _Splicer:
-    def __init__(self, overlay: str, upstream: str, rules: Rules) -> None:
-        self.rules = rules
-        self.own = unalias(overlay, upstream, rules.wrapped)
-        self.own_lines = self.own.text.split("\n")
-        self.lines = upstream.split("\n")
-        self.definitions: list[Definition] = []
-        self._replaced: list[tuple[int, int, list[str]]] = []
-        self._inserted: dict[int, list[str]] = {}
-
-    def text(self) -> str:
-        own, theirs = ast.parse(self.own.text), ast.parse("\n".join(self.lines))
-        self._splice_body(own.body, theirs.body, prefix="")
-        self._adopt_docstring(own.body, theirs.body)
-        self._remove(theirs.body)
-        changes = [*self._replaced, *((i, i, n) for i, n in self._inserted.items())]
-        lines = list(self.lines)
-        # From the bottom up. What is inserted at the end of a replaced range is
-        # sorted before it, and so lands below it.
-        for start, stop, new in sorted(changes, key=lambda c: (c[0], c[1]))[::-1]:
-            lines[start:stop] = new
-        return "\n".join(lines)
-
-    def _splice_body(
-        self, own_body: list[ast.stmt], their_body: list[ast.stmt], prefix: str
-    ) -> None:
-        where = prefix.rstrip(".") or "the overlay"
-        stray = source.unnamed(own_body)
-        if stray:
-            raise ValueError(
-                f"{where}, line {stray[0].lineno}: only definitions, assignments and "
-                f"imports can be exported, got {ast.unparse(stray[0])!r}"
-            )
-        own = [
-            item
-            for item in source.items(self.own_lines, own_body, where)
-            if prefix or item.key not in self.own.aliases
-        ]
-        theirs = {i.key: i for i in source.items(self.lines, their_body, where)}
-        anchor: source.Item | None = None
-        leading: list[source.Item] = []
-        for item in own:
-            if item.key in theirs:
-                anchor = theirs[item.key]
-                if leading:
-                    self._insert_above(anchor, leading)
-                    if anchor is next(iter(theirs.values())):
-                        self._set_gap(anchor, max(1, leading[0].gap))
-                    leading = []
-                self._replace(item, anchor, prefix)
-                continue
-            self.definitions.append(Definition(prefix + item.key, "new"))
-            if anchor is None:
-                leading.append(item)
-            else:
-                self._insert_below(anchor, item)
-        if leading:
-            last = list(theirs.values())[-1] if theirs else None
-            for item in leading:
-                if last is None:
-                    raise ValueError(f"{where}: upstream's has no definition to follow")
-                self._insert_below(last, item)
-
-    def _own_text(self, item: source.Item) -> list[str]:
-        return self.own_lines[item.start : item.stop]
-
-    def _replace(self, item: source.Item, old: source.Item, prefix: str) -> None:
-        name = prefix + item.key
-        if name in self.own.merged and not prefix:
-            self._splice_body(item.node.body, old.node.body, prefix=f"{name}.")
-            return
-        new = self._own_text(item)
-        if name in self.own.wrapping:
-            self._wrap(item, old, self.rules.wrapped[name])
-            self.definitions.append(Definition(name, "wrapped"))
-        elif new != self.lines[old.start : old.stop]:
-            self._replaced.append((old.start, old.stop, new))
-            self.definitions.append(Definition(name, "replaced"))
-
-    def _wrap(self, item: source.Item, old: source.Item, new_name: str) -> None:
-        """Put the wrapper above upstream's method, which takes the new name."""
-        self._insert_above(old, [item])
-        row = old.node.lineno - 1
-        head = self.lines[row].replace(f"def {old.key}(", f"def {new_name}(")
-        self._replaced.append((row, row + 1, [head]))
-
-    def _insert_above(self, old: source.Item, new: list[source.Item]) -> None:
-        text: list[str] = []
-        gaps = [item.gap for item in new[1:]] + [max(old.gap, self._gap(new[-1]))]
-        for item, gap in zip(new, gaps, strict=True):
-            text += [*self._own_text(item), *[""] * gap]
-        self._inserted[old.start] = self._inserted.get(old.start, []) + text
-
-    def _insert_below(self, old: source.Item, item: source.Item) -> None:
-        gap = max(item.gap, self._gap(item) if old.is_definition else 0)
-        text = self._inserted.setdefault(old.stop, [])
-        text += [*[""] * gap, *self._own_text(item)]
-
-    def _set_gap(self, old: source.Item, gap: int) -> None:
-        self._replaced.append((old.start - old.gap, old.start, [""] * gap))
-
-    @staticmethod
-    def _gap(item: source.Item) -> int:
-        """Blank lines that a definition needs around itself."""
-        if not item.is_definition:
-            return 0
-        return 1 if item.node.col_offset else 2
-
-    def _adopt_docstring(self, own: list[ast.stmt], theirs: list[ast.stmt]) -> None:
-        """Take the overlay's docstring for a file of which it defines everything."""
-        covered = source.keys(theirs) <= source.keys(own)
-        if not (covered and source.is_docstring(own[0])):
-            return
-        new = self.own_lines[own[0].lineno - 1 : own[0].end_lineno]
-        if source.is_docstring(theirs[0]):
-            self._replaced.append((theirs[0].lineno - 1, theirs[0].end_lineno, new))
-        else:
-            row = source.first_line(self.lines, theirs[0])
-            while row and not self.lines[row - 1].strip():
-                row -= 1
-            self._inserted[row] = new + self._inserted.get(row, [])
-
-    def _remove(self, body: list[ast.stmt]) -> None:
-        classes = {n.name: n.body for n in body if isinstance(n, ast.ClassDef)}
-        for name in self.rules.removed:
-            owner, _, key = name.rpartition(".")
-            where = classes.get(owner, []) if owner else body
-            found = [i for i in source.items(self.lines, where, owner) if i.key == key]
-            if not found:
-                raise ValueError(f"{name} is to be removed, and upstream has none")
-            old = found[0]
-            self._replaced.append((old.start - old.gap, old.stop, []))
-            self.definitions.append(Definition(name, "removed"))
-
-
-def splice(overlay: str, upstream: str, rules: Rules | None = None) -> Spliced:
+def splice(
+    overlay: str,
+    upstream: str,
+    rules: Rules | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Spliced:
     """Put an overlay file's definitions into upstream's file.
 
     Args:
         overlay: Text of the overlay file.
         upstream: Text of upstream's file.
         rules: What the overlay file cannot say by itself.
+        wanted: Whether to take a definition, by its qualified name.
 
     Returns:
         The new file and the definitions in which it differs.
@@ -211,7 +87,190 @@ def splice(overlay: str, upstream: str, rules: Rules | None = None) -> Spliced:
             uses for something else.
     """
     rules = rules or Rules()
-    splicer = _Splicer(overlay, upstream, rules)
-    text = splicer.text()
-    text = merge_imports(text, list(splicer.own.imports), upstream, rules.width)
-    return Spliced(text, tuple(splicer.definitions))
+    own, theirs = cst.parse_module(overlay), cst.parse_module(upstream)
+    unalias = Unalias(own, theirs, rules.wrapped)
+    splicer = _Splicer(rules, unalias, wanted)
+    body = splicer.splice(own.visit(unalias).body, theirs.body)
+    result = theirs.with_changes(body=splicer.without_removed(body))
+    if tree.names(theirs.body) <= tree.names(own.body):
+        result = _with_docstring(result, own.body[0])
+    result = _with_imports(result, own)
+    return Spliced(tidy(result.code, rules.formatted), tuple(splicer.definitions))
+
+
+class _Splicer:
+    def __init__(
+        self, rules: Rules, unalias: Unalias, wanted: Callable[[str], bool]
+    ) -> None:
+        self._rules = rules
+        self._unalias = unalias
+        self._wanted = wanted
+        self.definitions: list[Definition] = []
+
+    def splice(
+        self,
+        own: Sequence[cst.CSTNode],
+        theirs: Sequence[cst.CSTNode],
+        prefix: str = "",
+    ) -> list[cst.CSTNode]:
+        """Upstream's body with the overlay's definitions."""
+        body = list(theirs)
+        seen: set[str] = set()
+        above = -1  # where the predecessor of a new definition stands
+        leading: list[cst.CSTNode] = []
+        for node in own:
+            if tree.is_unnamed(node):
+                raise ValueError(
+                    f"{prefix or 'the overlay'}: only definitions, assignments and "
+                    f"imports can be exported, got {tree.code(node).strip()!r}"
+                )
+            name = name_of(node)
+            if name is None:
+                continue
+            if name in seen:
+                raise ValueError(f"{prefix or 'the overlay'} defines {name} twice")
+            seen.add(name)
+            wanted = self._wanted(prefix + name)
+            old = next((n for n in body if name_of(n) == name), None)
+            if old is None and not wanted:
+                continue
+            if old is None:
+                self.definitions.append(Definition(prefix + name, "new"))
+                if above < 0:
+                    leading.append(node)
+                else:
+                    body.insert(above + 1, self._below(node, body[above], prefix))
+                    above += 1
+                continue
+            start = body.index(old)
+            new = [old]
+            if not prefix and name in self._unalias.merged:
+                inner = self.splice(node.body.body, old.body.body, f"{name}.")
+                new = [old.with_deep_changes(old.body, body=inner)]
+            elif wanted:
+                new = self._replaced(node, old, prefix)
+            if leading:
+                new = self._above(leading, new[0], prefix) + new[1:]
+                leading = []
+            body[start : start + 1] = new
+            above = start + len(new) - 1
+        for node in leading:
+            if not body:
+                raise ValueError(f"{prefix}: upstream's has no definition to follow")
+            body.append(self._below(node, body[-1], prefix))
+        return body
+
+    def _replaced(
+        self, node: cst.CSTNode, old: cst.CSTNode, prefix: str
+    ) -> list[cst.CSTNode]:
+        name = prefix + name_of(node)
+        new = with_lead(node, lead(old), lead(old).gap)
+        if name in self._unalias.wrapping:
+            self.definitions.append(Definition(name, "wrapped"))
+            renamed = old.with_changes(name=cst.Name(self._rules.wrapped[name]))
+            return self._above([node], renamed, prefix)
+        if tree.code(new) != tree.code(old):
+            self.definitions.append(Definition(name, "replaced"))
+        return [new]
+
+    @staticmethod
+    def _space(node: cst.CSTNode, prefix: str) -> int:
+        """Blank lines that a statement needs around itself."""
+        if not tree.is_definition(node):
+            return 0
+        return 1 if prefix else 2
+
+    def _below(self, node: cst.CSTNode, above: cst.CSTNode, prefix: str) -> cst.CSTNode:
+        spaces = self._space(node, prefix), self._space(above, prefix)
+        nothing = tree.Lead((), 0, ())
+        return with_lead(node, nothing, max(lead(node).gap, *spaces))
+
+    def _above(
+        self, new: Sequence[cst.CSTNode], old: cst.CSTNode, prefix: str
+    ) -> list[cst.CSTNode]:
+        """New statements where an old one stood, and that one below them."""
+        first, *others = new
+        place = lead(old)
+        gap = max(place.gap, self._space(first, prefix))
+        result = [with_lead(first, place, gap)]
+        for node in others:
+            result.append(self._below(node, result[-1], prefix))
+        space = max(place.gap, self._space(result[-1], prefix))
+        return [*result, with_lead(old, tree.Lead((), 0, ()), space)]
+
+    def without_removed(self, body: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
+        """The body without what nothing needs any more."""
+        body = list(body)
+        for name in filter(self._wanted, self._rules.removed):
+            owner, _, key = name.rpartition(".")
+            place = next((n for n in body if owner and name_of(n) == owner), None)
+            members = body if place is None else list(place.body.body)
+            kept = [node for node in members if name_of(node) != key]
+            if len(kept) == len(members):
+                raise ValueError(f"{name} is to be removed, and upstream has none")
+            self.definitions.append(Definition(name, "removed"))
+            if place is None:
+                body = kept
+            else:
+                smaller = place.with_deep_changes(place.body, body=kept)
+                body[body.index(place)] = smaller
+        return body
+
+
+def _with_docstring(module: cst.Module, first: cst.CSTNode) -> cst.Module:
+    """The file with the docstring of an overlay that defines all of it."""
+    if not m.matches(first, tree.DOCSTRING):
+        return module
+    if m.matches(module.body[0], tree.DOCSTRING):
+        return module.with_changes(body=[first, *module.body[1:]])
+    header = [line for line in module.header if line.comment is not None]
+    return module.with_changes(header=header, body=[first, *module.body])
+
+
+def _with_imports(new: cst.Module, overlay: cst.Module) -> cst.Module:
+    """The file with what its definitions import in the overlay."""
+    used = {name.value for name in m.findall(new, m.Name())}
+    present = {b.bound: b.target for b in tree.bindings(new)}
+    added = []
+    for binding in tree.bindings(overlay):
+        if UPSTREAM_PREFIX in binding.target or binding.bound not in used:
+            continue
+        there = present.get(binding.bound)
+        if there not in (None, binding.target):
+            raise ValueError(
+                f"{binding.bound} is {binding.target} in the overlay and {there} "
+                "upstream"
+            )
+        if there is None:
+            statement = cst.parse_statement(binding.statement)
+            more = _with_member(new, binding.module, statement.body[0])
+            if more is new:
+                added.append(statement)
+            new = more
+    if not added:
+        return new
+    first = next(i for i, node in enumerate(new.body) if m.matches(node, tree.IMPORT))
+    place = lead(new.body[first])
+    added[0] = with_lead(added[0], place, place.gap)
+    below = with_lead(new.body[first], tree.Lead((), 0, ()), 0)
+    return new.with_changes(
+        body=[*new.body[:first], *added, below, *new.body[first + 1 :]]
+    )
+
+
+def _with_member(
+    module: cst.Module, origin: str, added: cst.Import | cst.ImportFrom
+) -> cst.Module:
+    """The file with a name more in its import from a module; itself if it has none."""
+    for node in module.body:
+        old = node.body[0] if m.matches(node, tree.IMPORT) else None
+        if not (isinstance(old, cst.ImportFrom) and isinstance(added, cst.ImportFrom)):
+            continue
+        if tree.code(old.module) == origin:
+            *names, last = old.names
+            comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+            (more,) = added.names
+            more = more.with_changes(comma=last.comma)
+            names = [*names, last.with_changes(comma=comma), more]
+            return module.deep_replace(old, old.with_changes(names=names))
+    return module

@@ -8,7 +8,6 @@ The plugin adds the variables at run time; upstream declares its variables in on
 import ast
 
 from vllm_sparse_mla.export_patch.diff import Change
-from vllm_sparse_mla.export_patch.source import is_type_checking
 from vllm_sparse_mla.export_patch.splice import Definition
 
 PATH = "vllm/envs.py"
@@ -48,7 +47,7 @@ def declare_switches(before: str) -> Change:
     declared: ast.stmt | None = None
     last_entry: ast.expr | None = None
     for node in ast.parse(before).body:
-        if is_type_checking(node):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             declared = [n for n in node.body if isinstance(n, ast.AnnAssign)][-1]
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
             last_entry = node.value.values[-1]

@@ -7,177 +7,133 @@ upstream's own file those names are its neighbours: ``_upstream.f`` becomes ``f`
 would then call itself is refused here.
 """
 
-import ast
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from vllm_sparse_mla.export_patch.imports import Binding, bindings
-from vllm_sparse_mla.export_patch.source import Edit, apply_edits, keys, start
+import libcst as cst
+import libcst.matchers as m
+
+from vllm_sparse_mla.export_patch.tree import bindings, code, name_of, names
+from vllm_sparse_mla.overlay import UPSTREAM_PREFIX
+
+_SUPER = m.Call(m.Name("super"))
 
 
-@dataclass(frozen=True)
-class Unaliased:
-    """An overlay file as upstream would write it.
+class Unalias(cst.CSTTransformer):
+    """Rewrites an overlay file in upstream's own names.
 
     Attributes:
-        text: The file.
-        merged: Names of the classes whose bodies belong into upstream's class.
-        aliases: Names that only stood for upstream's.
-        imports: What the file imports, upstream's own module left out.
+        merged: By class whose body belongs into upstream's class: names of the body.
         wrapping: Qualified names of methods that call the one that they replace.
     """
 
-    text: str
-    merged: frozenset[str]
-    aliases: frozenset[str]
-    imports: tuple[Binding, ...]
-    wrapping: frozenset[str]
-
-
-def _is_upstream_module(binding: Binding) -> bool:
-    return binding.name.split(".")[-1].startswith("_upstream_")
-
-
-def _imported_from_upstream(binding: Binding) -> bool:
-    return (binding.module or "").split(".")[-1].startswith("_upstream_")
-
-
-class _Rewriter(ast.NodeVisitor):
     def __init__(
-        self, text: str, upstream: ast.Module, wrapped: dict[str, str]
+        self, overlay: cst.Module, upstream: cst.Module, wrapped: Mapping[str, str]
     ) -> None:
-        tree = ast.parse(text)
+        """Reads both files.
+
+        Args:
+            overlay: The overlay file.
+            upstream: Upstream's file.
+            wrapped: For a method that calls the one that it replaces: the name that
+                upstream's method gets, by qualified name.
+        """
+        super().__init__()
         self._wrapped = wrapped
-        imported = bindings(text)
-        self._modules = {b.bound for b in imported if _is_upstream_module(b)}
-        self.aliases = {b.bound: b.name for b in imported if _imported_from_upstream(b)}
-        for node in tree.body:
-            name = self._aliased(node)
-            if name:
-                self.aliases[node.targets[0].id] = name
-        self._own = keys(tree.body) - set(self.aliases)
-        self._upstream_bodies = {
-            node.name: keys(node.body)
-            for node in upstream.body
-            if isinstance(node, ast.ClassDef)
+        self._modules = {
+            b.bound for b in bindings(overlay) if UPSTREAM_PREFIX in b.target
         }
-        self.merged: dict[str, set[str]] = {}
-        self._class: ast.ClassDef | None = None
-        self._method = ""
+        self._aliases: dict[str, str] = {}
+        for node in overlay.body:
+            if m.matches(node, m.SimpleStatementLine([m.Assign()])):
+                name = self._upstreams(node.body[0].value)
+                if name is not None:
+                    self._aliases[name_of(node)] = name
+        self._own = names(overlay.body)
+        self._theirs = {
+            node.name.value: names(node.body.body)
+            for node in upstream.body
+            if isinstance(node, cst.ClassDef)
+        }
+        self.merged: dict[str, set[str]] = {
+            node.name.value: names(node.body.body)
+            for node in overlay.body
+            if isinstance(node, cst.ClassDef)
+            and node.name.value in [self._upstreams(base.value) for base in node.bases]
+        }
         self.wrapping: set[str] = set()
-        self.edits: list[Edit] = []
-        for node in tree.body:
-            if self._aliased(node) is None:
-                self.visit(node)
+        self._inside: list[str] = []
 
-    def _aliased(self, node: ast.stmt) -> str | None:
-        """Upstream's name in a statement that only gives it another."""
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            return self._upstream_name(node.value)
-        return None
-
-    def _upstream_name(self, node: ast.AST) -> str | None:
-        if isinstance(node, ast.Subscript):
+    def _upstreams(self, node: cst.CSTNode) -> str | None:
+        """Upstream's name for an expression, if it is one of upstream's names."""
+        if isinstance(node, cst.Subscript):
             node = node.value
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            return node.attr if node.value.id in self._modules else None
-        return self.aliases.get(node.id) if isinstance(node, ast.Name) else None
+        if m.matches(node, m.Attribute(m.Name())):
+            return node.attr.value if node.value.value in self._modules else None
+        return self._aliases.get(node.value) if isinstance(node, cst.Name) else None
 
-    def _refuse(self, node: ast.AST, what: str) -> None:
+    def _refuse(self, what: str) -> None:
         raise ValueError(
-            f"line {node.lineno}: {what} is called by the overlay that replaces it; in "
-            "upstream's file that would be the overlay's own definition"
+            f"{'.'.join(self._inside)}: {what} is called by the overlay that replaces "
+            "it; in upstream's file that would be the overlay's own definition"
         )
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        if any(self._upstream_name(base) == node.name for base in node.bases):
-            self.merged[node.name] = keys(node.body)
-            self._class = node
-            for child in [*node.decorator_list, *node.body]:
-                self._method = getattr(child, "name", "")
-                self.visit(child)
-            self._class, self._method = None, ""
-            # The bases go with upstream's class; rewritten only to stay valid code.
-            self.edits += [
-                Edit.of(base, node.name)
-                for base in node.bases
-                if self._upstream_name(base) == node.name
-            ]
-        else:
-            self.generic_visit(node)
+    def leave_Module(self, old: cst.Module, new: cst.Module) -> cst.Module:
+        """Leaves out the statements that only gave upstream's names others."""
+        kept = [
+            n for n, o in zip(new.body, old.body) if name_of(o) not in self._aliases
+        ]
+        return new.with_changes(body=kept)
 
-    def visit_Call(self, node: ast.Call) -> None:
-        function = node.func
-        owner = getattr(function, "value", None)
-        name = self._upstream_name(owner) if owner is not None else None
-        if name in self.merged and function.attr in self.merged[name]:
-            qualified = f"{name}.{function.attr}"
-            in_itself = self._class is not None and (
-                (self._class.name, self._method) == (name, function.attr)
-            )
-            if not in_itself or qualified not in self._wrapped or len(node.args) < 2:
-                self._refuse(node, qualified)
-            self.wrapping.add(qualified)
-            new = f"{ast.unparse(node.args[0])}.{self._wrapped[qualified]}"
-            self.edits.append(Edit.of(function, new))
-            self.edits.append(Edit(start(node.args[0]), start(node.args[1]), ""))
-            for argument in [*node.args[1:], *(k.value for k in node.keywords)]:
-                self.visit(argument)
-            return
-        self.generic_visit(node)
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._inside.append(node.name.value)
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.value, ast.Call):
-            call = node.value
-            is_super = isinstance(call.func, ast.Name) and call.func.id == "super"
-            if is_super and self._class is not None:
-                skips = bool(call.args) and (
-                    self._upstream_name(call.args[0]) == self._class.name
-                )
-                known = self._upstream_bodies.get(self._class.name, set())
-                if not skips and node.attr in known:
-                    self._refuse(node, f"{self._class.name}.{node.attr}")
-                if call.args:
-                    self.edits.append(Edit.of(call, "super()"))
-                return
-        name = self._upstream_name(node)
+    def leave_ClassDef(self, old: cst.ClassDef, new: cst.ClassDef) -> cst.ClassDef:
+        self._inside.pop()
+        return new
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._inside.append(node.name.value)
+
+    def leave_FunctionDef(
+        self, old: cst.FunctionDef, new: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        self._inside.pop()
+        return new
+
+    def leave_Call(self, old: cst.Call, new: cst.Call) -> cst.Call:
+        if not isinstance(old.func, cst.Attribute):
+            return new
+        owner, method = self._upstreams(old.func.value), old.func.attr.value
+        if method not in self.merged.get(owner, ()):
+            return new
+        name = f"{owner}.{method}"
+        if name not in self._wrapped or self._inside[:2] != [owner, method]:
+            self._refuse(name)
+        self.wrapping.add(name)
+        myself, *arguments = new.args
+        renamed = cst.Attribute(myself.value, cst.Name(self._wrapped[name]))
+        return new.with_changes(func=renamed, args=arguments)
+
+    def leave_Attribute(
+        self, old: cst.Attribute, new: cst.Attribute
+    ) -> cst.BaseExpression:
+        name = self._upstreams(old)
         if name is not None:
-            self._take(node, name)
-        else:
-            self.generic_visit(node)
+            return self._take(name)
+        cls = self._inside[0] if self._inside else None
+        if cls in self.merged and m.matches(old.value, _SUPER):
+            past = [self._upstreams(argument.value) for argument in old.value.args]
+            if cls in past:
+                return new.with_changes(value=cst.Call(cst.Name("super")))
+            if old.attr.value in self._theirs.get(cls, ()):
+                self._refuse(f"{cls}.{code(old.attr)}")
+        return new
 
-    def visit_Name(self, node: ast.Name) -> None:
-        name = self.aliases.get(node.id)
-        if name is not None and isinstance(node.ctx, ast.Load):
-            self._take(node, name)
+    def leave_Name(self, old: cst.Name, new: cst.Name) -> cst.Name:
+        name = self._aliases.get(old.value)
+        return new if name is None else self._take(name)
 
-    def _take(self, node: ast.expr, name: str) -> None:
-        if name in self._own and name not in self.merged:
-            self._refuse(node, name)
-        self.edits.append(Edit.of(node, name))
-
-
-def unalias(text: str, upstream: str, wrapped: dict[str, str]) -> Unaliased:
-    """Rewrite an overlay file in upstream's own names.
-
-    Args:
-        text: The overlay file.
-        upstream: Upstream's file.
-        wrapped: For a method that calls the one that it replaces: the name that
-            upstream's method gets, by qualified name.
-
-    Raises:
-        ValueError: If a definition calls the one that it replaces, other than a
-            method in ``wrapped`` as ``_upstream.Class.method(self, argument, ...)``.
-    """
-    rewriter = _Rewriter(text, ast.parse(upstream), wrapped)
-    return Unaliased(
-        text=apply_edits(text, rewriter.edits),
-        merged=frozenset(rewriter.merged),
-        aliases=frozenset(rewriter.aliases),
-        imports=tuple(
-            b
-            for b in bindings(text)
-            if not _is_upstream_module(b) and not _imported_from_upstream(b)
-        ),
-        wrapping=frozenset(rewriter.wrapping),
-    )
+    def _take(self, name: str) -> cst.Name:
+        if name in self._own - self.merged.keys():
+            self._refuse(name)
+        return cst.Name(name)
