@@ -9,7 +9,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 
-.PHONY: run test test-gpu test-codegen test-patched test-stock lint codegen-latest wheel gpu-report
+.PHONY: run test test-gpu test-codegen test-patched test-stock mutants lint codegen-latest wheel gpu-report
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
@@ -38,6 +38,10 @@ gpu-report: $(INSTALLED)
 # The tests that would run in vLLM's own CI, against vLLM without the overlay.
 test-stock: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --stock tests/v1 $(ARGS)
+
+# Changes that a test has to notice, each tried in a copy of the tree; ARGS names some.
+mutants: $(INSTALLED)
+	$(BIN)/python tests/mutants/mutants.py $(ARGS)
 
 # What is installed beside vLLM: dist/vllm_sparse_mla-*.whl.
 wheel: | $(BIN)/pip

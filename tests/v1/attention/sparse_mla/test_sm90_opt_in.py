@@ -171,6 +171,7 @@ def test_a_layer_that_is_loaded_installs_them(on_device, monkeypatch, switch):
     cls = sparse_mla_attention.SparseMLACommonImpl
     impl = cls.__new__(cls)
     impl.masked_mha_available = True
+    impl.kv_cache_dtype = "auto"
     impl.process_weights_after_loading(torch.bfloat16)
     expected = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS if switch else SM100_TABLE
     assert expected == mla_attention._MASKED_MHA_THRESHOLDS
