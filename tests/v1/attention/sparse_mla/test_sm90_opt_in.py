@@ -165,9 +165,7 @@ def test_no_row_measured_on_sm100_is_left(on_device):
 @pytest.mark.parametrize("switch", ["1", None], ids=["opted-in", "default"])
 def test_a_layer_that_is_loaded_installs_them(on_device, monkeypatch, switch):
     on_device(90, switch)
-    monkeypatch.setattr(
-        sparse_mla_attention, "register_masked_mha_warmup", lambda: None
-    )
+    monkeypatch.setattr(sparse_mla_attention, "prepare_masked_mha", bool)
     cls = sparse_mla_attention.SparseMLACommonImpl
     impl = cls.__new__(cls)
     impl.masked_mha_available = True
