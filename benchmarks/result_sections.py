@@ -159,14 +159,13 @@ def ttft(rows: Rows) -> str:
 
 
 def answers(rows: Rows) -> str:
-    """How far each variant's answers are from the first one's."""
-    name = "log-prob difference"
+    """How far each variant's answers are from the first one's, and what is noticed."""
+    name, control = "log-prob difference", "log-prob difference with other keys"
     if name not in rows[0]:
         return "*Not recorded in these rows.*"
     rows = [row for row in rows if row["at a time"] == rows[0]["at a time"]]
-    return markdown(
-        pivot(rows, ("model", "prompt tokens"), "variant", lambda r: r[name])
-    )
+    names = ("model", "prompt tokens", control)
+    return markdown(pivot(rows, names, "variant", lambda row: row[name]))
 
 
 def load(rows: Rows) -> str:
