@@ -20,6 +20,7 @@ SHARED_MODULES = (
     "reference",
     "served",
     "stand_ins",
+    "stock",
     "world",
 )
 _OWN_PACKAGE = "vllm_sparse_mla"
