@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gpu_report
 import pytest
+import render_results
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +127,8 @@ def test_outcomes_are_counted_by_file(tmp_path):
 
 
 def test_the_page_of_a_gpu_begins_as_the_b200s(tmp_path):
-    page = gpu_report.make_page(tmp_path, "h100")
+    page = gpu_report.begin_page(tmp_path, "h100")
+    render_results.render([page])
     assert "# GPU report: H100" in page.read_text()
     assert "**Not run.** No H100 was at hand" in page.read_text()
 
