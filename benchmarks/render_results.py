@@ -124,11 +124,14 @@ def _commands(rows: Rows) -> str:
 
 
 def _line(what: str, stock: float, ours: float, unit: str, page: str) -> dict:
+    def digits(number: float) -> str:
+        return f"{number:#.3g}".removesuffix(".")
+
     return {
         "what": what,
-        "stock": f"{stock:.4g} {unit}",
-        "here": f"{ours:.3g} {unit}",
-        "times faster": f"{stock / ours:.3g}",
+        "stock": f"{digits(stock)} {unit}",
+        "here": f"{digits(ours)} {unit}",
+        "times faster": digits(stock / ours),
         "": f"[page](docs/results/{page}-h200.md)",
     }
 
