@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm.model_executor.layers.attention import sparse_mla_attention
-from vllm_sparse_mla.testing.layer import DEEPSEEK, Dims
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
+from vllm_sparse_mla.testing.layer import DEEPSEEK, Dims, Projection
 from vllm_sparse_mla.testing.stock import load_stock_module
 
 pytestmark = pytest.mark.gpu
@@ -195,11 +195,12 @@ def test_nothing_is_allocated_beyond_what_is_called(world, report, monkeypatch, 
     impl = world.impl
     for owner, attribute in (
         (package, "flash_attn_varlen_func"),
-        (sparse_mla_attention, "init_mla_context_partial"),
-        (sparse_mla_attention, "accumulate_mla_context_chunk"),
+        (mla_attention, "init_mla_context_partial"),
+        (mla_attention, "accumulate_mla_context_chunk"),
+        (Projection, "__call__"),
     ):
         monkeypatch.setattr(owner, attribute, counting(getattr(owner, attribute)))
-    impl._project_kv = counting(impl._project_kv)
+    impl._concat_k_nope_k_pe = counting(impl._concat_k_nope_k_pe)
     _, _, call = prepared(world, name)
     inside = 0
     before = allocations()
