@@ -8,23 +8,22 @@ The files are those of ``benchmark_masked_prefill.py --preset fit``. Coefficient
 at least 0 and make the squares of relative errors least. Every fourth batch is kept
 from the fit, and only those are reported on: median and worst relative error of each
 way, and the regret, which is the time lost against always taking the better way, of
-the estimate, of vLLM's kind of table (derived from the files of ``--table``), of masked
-MHA always and of sparse MQA always.
+the estimate, of the table that it took the place of, of masked MHA always and of sparse
+MQA always.
 """
 
 import argparse
 import json
 import statistics
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from bench_common import print_table
 from prefill_batches import Batch, parse_batch
 from result_tables import read_rows
-from thresholds import MASKED, STOCK_MASKED, derive_thresholds, table_admits
+from thresholds import HOPPER_TABLE, MASKED, STOCK_MASKED, Table, table_admits
 
 from vllm_sparse_mla.testing.stock import load_file
 
@@ -32,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 estimate = load_file(
     ROOT / "vllm/model_executor/layers/attention/sparse_mla_estimate.py"
 )
+in_force = load_file(ROOT / "vllm/model_executor/layers/attention/sparse_mla_h200.py")
 DIGITS = 4  # of a coefficient
 
 
@@ -139,16 +139,20 @@ def fit(gpu: str, steps: Sequence[Measured]) -> dict:
     for step in steps:
         for way in step.median_us:
             if way != STOCK_MASKED:
-                key = (step.dims, way, step.kv_cache_dtype)
+                kernel = estimate.sparse_mqa_kernel(
+                    way, step.kv_cache_dtype, step.heads
+                )
+                key = (step.dims, kernel, step.kv_cache_dtype)
                 groups.setdefault(key, []).append(step)
     microseconds: dict = {}
-    for (dims, way, kv_cache_dtype), group in sorted(groups.items()):
+    for (dims, kernel, kv_cache_dtype), group in sorted(groups.items()):
+        way = kernel.partition(",")[0]
         names = (
             estimate.MASKED_MHA_TERMS if way == MASKED else estimate.SPARSE_MQA_TERMS
         )
         times = np.array([step.median_us[way] for step in group])
         relative = np.array([step.terms(way) for step in group]) / times[:, None]
-        by_dtype = microseconds.setdefault(dims, {}).setdefault(way, {})
+        by_dtype = microseconds.setdefault(dims, {}).setdefault(kernel, {})
         by_dtype[kv_cache_dtype] = {
             name: float(f"{value:.{DIGITS}g}")
             for name, value in zip(names, least_squares(relative))
@@ -194,9 +198,9 @@ def errors(costs: dict, steps: Sequence[Measured]) -> list[dict]:
     ]
 
 
-def regrets(costs: dict, table: dict, steps: Sequence[Measured]) -> list[dict]:
-    """Time lost by each rule against always taking the better way."""
-    rules = {
+def rules(costs: dict, table: Table) -> dict[str, Callable[[Measured, str], bool]]:
+    """Ways to decide whether a step takes masked MHA, beside a backend."""
+    return {
         "estimate": lambda step, backend: (
             (both := estimated_us(costs, step, backend))[0] < both[1]
         ),
@@ -206,8 +210,12 @@ def regrets(costs: dict, table: dict, steps: Sequence[Measured]) -> list[dict]:
         "always masked MHA": lambda step, backend: True,
         "always sparse MQA": lambda step, backend: False,
     }
+
+
+def regrets(costs: dict, table: Table, steps: Sequence[Measured]) -> list[dict]:
+    """Time lost by each rule against always taking the better way."""
     rows = []
-    for name, takes_masked in rules.items():
+    for name, takes_masked in rules(costs, table).items():
         taken = best = 0.0
         worst, where = 0.0, ""
         for step in steps:
@@ -233,11 +241,12 @@ def regrets(costs: dict, table: dict, steps: Sequence[Measured]) -> list[dict]:
 
 def main() -> None:
     """Command line."""
+    from bench_common import print_table
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path, help="CSV files to fit to")
-    parser.add_argument("--table", nargs="+", type=Path, default=[], metavar="CSV")
     parser.add_argument("--json", type=Path, help="file for the coefficients")
     args = parser.parse_args()
     rows = read_rows(args.files)
@@ -245,10 +254,9 @@ def main() -> None:
     costs = fit(rows[0]["gpu"], [step for step in steps if not step.is_kept])
     kept = [step for step in steps if step.is_kept]
     print_table(f"Errors on the {len(kept)} kept steps", errors(costs, kept))
-    table = derive_thresholds(read_rows(args.table))
-    print_table("Regret on the kept steps", regrets(costs, table, kept))
+    print_table("Regret on the kept steps", regrets(costs, HOPPER_TABLE, kept))
     if args.json is not None:
-        args.json.write_text(json.dumps(costs, indent=2) + "\n")
+        args.json.write_text(json.dumps(costs, indent=4) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,17 @@
 from collections.abc import Sequence
 
 import pandas as pd
+from fit_estimate import (
+    Measured,
+    errors,
+    estimated_us,
+    in_force,
+    read_measured,
+    regrets,
+    rules,
+)
 from result_tables import markdown, pivot
-from thresholds import MASKED, RATIO, STOCK_MASKED, crossovers
+from thresholds import HOPPER_TABLE, MASKED, RATIO, STOCK_MASKED, crossovers
 
 Rows = Sequence[dict]
 
@@ -52,7 +61,7 @@ def steps_both_ways(rows: Rows) -> list[dict]:
             best = min(sparse, key=_ms)
             names = ("model", "dims", "ranks", "heads", "queries", "context")
             row = {name: ways[MASKED][name] for name in names}
-            row |= {"kv cache": ways[MASKED].get("kv cache", "auto")}
+            row |= {"batch": ways[MASKED].get("batch"), "backend": best["way"]}
             row |= {"masked": _ms(ways[MASKED]), "sparse": _ms(best)}
             row |= {"ratio": float(best[RATIO])}
             if STOCK_MASKED in ways:
@@ -89,23 +98,17 @@ def prefill_summary(rows: Rows) -> str:
 def prefill_times(rows: Rows) -> str:
     """A table for each model: steps by heads, masked MHA over the better sparse MQA."""
     steps = steps_both_ways(rows)
-
-    def cell(step: dict) -> str:
-        text = f"{step['masked']:.3f} / {step['sparse']:.3f} ({step['ratio']:.2f})"
-        return f"{text}; stock {step['stock']:.3f}" if "stock" in step else text
-
     tables = []
-    for model, kv_cache in dict.fromkeys((s["model"], s["kv cache"]) for s in steps):
-        shown = [s for s in steps if (s["model"], s["kv cache"]) == (model, kv_cache)]
+    for model in dict.fromkeys(step["model"] for step in steps):
+        shown = [step for step in steps if step["model"] == model]
         shown.sort(key=lambda step: int(step["heads"]))
         table = pivot(
-            [step | {"heads": f"{step['heads']} heads"} for step in shown],
+            [s | {"heads": f"{s['heads']} heads"} for s in shown],
             ("queries", "context"),
             "heads",
-            cell,
+            lambda s: f"{s['masked']:.3f} / {s['sparse']:.3f} ({s['ratio']:.2f})",
         )
-        cache = "" if kv_cache == "auto" else f", KV cache {kv_cache}"
-        tables.append(f"{model}, {shown[0]['dims']}{cache}:\n\n{markdown(table)}")
+        tables.append(f"{model}, {shown[0]['dims']}:\n\n{markdown(table)}")
     return "\n\n".join(tables)
 
 
@@ -120,6 +123,50 @@ def prefill_mixes(rows: Rows) -> str:
     """Batches of any requests, each way's milliseconds."""
     names = ("model", "heads", "kv cache", "batch")
     return markdown(pivot(rows, names, "way", lambda row: f"{_ms(row):.3f}"))
+
+
+def kept_errors(rows: Rows) -> str:
+    """How far the estimates in force are off the steps that were kept from the fit."""
+    return markdown(errors(in_force.COSTS, _kept(rows)))
+
+
+def kept_regrets(rows: Rows) -> str:
+    """Time lost in those steps, by the rule that decides."""
+    return markdown(regrets(in_force.COSTS, HOPPER_TABLE, _kept(rows)))
+
+
+def _kept(rows: Rows) -> list[Measured]:
+    return [step for step in read_measured(rows) if step.is_kept]
+
+
+def all_regrets(rows: Rows) -> str:
+    """The same of all steps."""
+    return markdown(regrets(in_force.COSTS, HOPPER_TABLE, read_measured(rows)))
+
+
+def choices(rows: Rows) -> str:
+    """What the table and the estimate take, beside vLLM's default backend on SM90."""
+    backend = "FLASH_ATTN_MLA_SPARSE"
+    table = []
+    for step in read_measured(rows):
+        sparse = step.median_us[backend]
+        masked = step.median_us.get(MASKED)
+        row = {"dims": step.dims, "heads": str(step.heads), "batch": str(step.batch)}
+        row |= {"sparse MQA ms": f"{sparse / 1e3:.3f}", "masked MHA ms": "no room"}
+        row |= {"estimated": "-", "table takes": "sparse", "estimate takes": "sparse"}
+        if masked is not None:
+            row["masked MHA ms"] = f"{masked / 1e3:.3f}"
+            both = estimated_us(in_force.COSTS, step, backend)
+            row["estimated"] = " / ".join(f"{us / 1e3:.3f}" for us in reversed(both))
+            for name in ("table", "estimate"):
+                takes_masked = rules(in_force.COSTS, HOPPER_TABLE)[name]
+                way, us = ("sparse", sparse)
+                if takes_masked(step, backend):
+                    way, us = ("masked", masked)
+                loss = us / min(masked, sparse)
+                row[f"{name} takes"] = way if loss == 1 else f"{way} ({loss:.2f})"
+        table.append(row)
+    return markdown(table)
 
 
 def build_times(rows: Rows) -> str:
@@ -160,20 +207,19 @@ def ttft(rows: Rows) -> str:
         )
         return f"{middle:.1f} ({low:.1f} to {high:.1f})"
 
-    rows = [{"kv cache": "auto"} | row for row in rows]
-    names = ("model", "ranks", "kv cache", "prompt tokens", "at a time")
+    names = ("model", "ranks", "prompt tokens", "at a time")
     return markdown(pivot(rows, names, "variant", cell))
 
 
 def answers(rows: Rows) -> str:
-    """How far each variant's answers are from the first one's, and what is noticed."""
-    name, control = "log-prob difference", "log-prob difference with other keys"
-    rows = [{"kv cache": "auto"} | row for row in rows if name in row]
-    if not rows:
+    """How far each variant's answers are from the first one's."""
+    name = "log-prob difference"
+    if name not in rows[0]:
         return "*Not recorded in these rows.*"
     rows = [row for row in rows if row["at a time"] == rows[0]["at a time"]]
-    names = ("model", "kv cache", "prompt tokens", control)
-    return markdown(pivot(rows, names, "variant", lambda row: row[name]))
+    return markdown(
+        pivot(rows, ("model", "prompt tokens"), "variant", lambda r: r[name])
+    )
 
 
 def load(rows: Rows) -> str:

@@ -1,24 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""From timed layer steps to the prefill lengths at which masked MHA is worth taking.
+"""Prefill lengths at which masked MHA is worth taking, as vLLM's tables have them.
 
 Rows are those of benchmark_masked_prefill.py, just measured or read from its CSV.
 """
 
 import math
 from collections.abc import Sequence
-from pprint import pformat
 
 from prefill_batches import Batch, parse_batch
 
 MASKED = "masked MHA"
 STOCK_MASKED = "stock masked MHA"
 RATIO = f"this / {MASKED}"
-MARGIN = 1.05  # sparse MQA must take at least this many times as long
 TOPK = 2048  # up to here dense MHA serves a prefill, whatever the table says
 
 Ranges = tuple[tuple[int, int], ...]
 Table = dict[tuple[int, int], dict[str, dict[int, tuple[Ranges, Ranges]]]]
+
+# What the Hopper opt-in had before the estimate: (qk_head_dim, v_head_dim) -> attention
+# backend -> tensor-parallel size -> ranges (longest sequence, least number of queries)
+# for a pure prefill and for one with context. Made from masked-prefill-h200*.csv: where
+# sparse MQA takes at least 1.05 times as long.
+HOPPER_TABLE: Table = {
+    (192, 128): {
+        "FLASH_ATTN_MLA_SPARSE": {
+            1: (((8192, 0),), ((4096, 2048),)),
+            2: (((8192, 0),), ((4096, 2048),)),
+            4: (((16384, 0),), ((4096, 1024), (8192, 2048))),
+            8: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 2048))),
+        },
+        "FLASHMLA_SPARSE": {
+            1: (((16384, 0),), ((4096, 1024),)),
+            2: (((16384, 0),), ((4096, 1024),)),
+            4: (((32768, 0),), ((4096, 1024), (8192, 2048), (16384, 8192))),
+            8: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 2048))),
+        },
+    },
+    (256, 256): {
+        "FLASH_ATTN_MLA_SPARSE": {
+            1: (((4096, 0),), ()),
+            2: (((16384, 0),), ((4096, 1024), (8192, 4096))),
+            4: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 4096))),
+            8: (
+                ((32768, 0),),
+                ((4096, 1024), (8192, 1024), (16384, 2048), (32768, 8192)),
+            ),
+        },
+        "FLASHMLA_SPARSE": {
+            1: (((8192, 0),), ((4096, 2048),)),
+            2: (((16384, 0),), ((4096, 1024), (8192, 4096))),
+            4: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 4096))),
+            8: (
+                ((32768, 0),),
+                ((4096, 1024), (8192, 1024), (16384, 2048), (32768, 4096)),
+            ),
+        },
+    },
+}
 
 
 def _is_one_request(row: dict) -> bool:
@@ -43,42 +82,6 @@ def _ratios(rows: Sequence[dict]) -> dict[tuple, dict[tuple[int, int], float]]:
     return dict(sorted(found.items()))
 
 
-def derive_thresholds(rows: Sequence[dict]) -> Table:
-    """The table that ``sparse_mla_sm90`` holds.
-
-    Masked MHA wins where sparse MQA takes `MARGIN` times as long. A pure prefill is
-    admitted up to the longest measured length at and below which it always won. With
-    context, a sequence length admits the query lengths from the shortest measured one
-    on from which it always won, as long as it won for some.
-
-    Args:
-        rows: of any number of models, backends and tensor-parallel sizes.
-    """
-    table: Table = {}
-    for (dims, backend, ranks), ratios in _ratios(rows).items():
-        wins = {place: ratio >= MARGIN for place, ratio in ratios.items()}
-        longest = 0
-        for keys, queries in sorted(wins):
-            if keys == queries and keys > TOPK:
-                if not wins[keys, queries]:
-                    break
-                longest = keys
-        context = []
-        for keys in sorted({keys for keys, queries in wins if keys != queries}):
-            shortest = None
-            for queries in sorted((q for k, q in wins if k == keys != q), reverse=True):
-                if not wins[keys, queries]:
-                    break
-                shortest = queries
-            if shortest is None:
-                break
-            context.append((keys, shortest))
-        pure = ((longest, 0),) if longest else ()
-        sizes = table.setdefault(dims, {}).setdefault(backend, {})
-        sizes[ranks] = (pure, tuple(context))
-    return table
-
-
 def table_admits(
     table: Table, dims: str, backend: str, ranks: int, batch: Batch
 ) -> bool:
@@ -93,11 +96,6 @@ def table_admits(
         if longest <= max_seq_len:
             return max(batch.query_lens) >= min_query_len
     return False
-
-
-def to_source(table: Table) -> str:
-    """The table as Python, for people."""
-    return pformat(table, width=88, sort_dicts=False)
 
 
 def crossovers(rows: Sequence[dict]) -> list[dict]:

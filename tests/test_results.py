@@ -8,10 +8,10 @@ from pathlib import Path
 
 import plots
 import pytest
-import render_results
+from fit_estimate import fit, read_measured
 from render_results import RESULTS, ROOT, drawn_plots, pages, run_cog
 from result_tables import PACKAGES, markdown, pivot, read_rows
-from thresholds import MASKED, RATIO, derive_thresholds
+from thresholds import MASKED, RATIO
 
 from vllm_sparse_mla.testing.stock import load_file
 
@@ -135,12 +135,13 @@ def test_plots_agree_with_the_files(plot, tmp_path):
     assert plot.exists() and plot.read_text() == again, f"{plot.name}: {RENDER}"
 
 
-def test_hopper_thresholds_are_the_measured_ones():
-    files = sorted(render_results.RESULTS.glob("masked-prefill-h200*.csv"))
-    from vllm.model_executor.layers.attention import sparse_mla_sm90
-
-    measured = derive_thresholds(read_rows(files))
-    assert measured == sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS
+def test_hopper_coefficients_are_those_of_the_measured_steps():
+    in_force = load_file(
+        ROOT / "vllm/model_executor/layers/attention/sparse_mla_h200.py"
+    )
+    steps = read_measured(read_rows(sorted(RESULTS.glob("prefill-fit-h200*.csv"))))
+    fitted = fit("NVIDIA H200", [step for step in steps if not step.is_kept])
+    assert fitted == in_force.COSTS
 
 
 def test_the_picture_of_a_mask_row_is_the_scripts(tmp_path):

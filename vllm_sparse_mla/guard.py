@@ -68,6 +68,7 @@ OVERLAID_FILES = (
         "59562acfdd64194009e6b91fb867584a3138a987392d5ba23781c28ab67173aa",
     ),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_estimate"),
+    OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_h200"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_kv_cache"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_sm90"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_warmup"),
@@ -81,10 +82,6 @@ OVERLAID_FILES = (
 )
 
 EDITED_FILES = (
-    EditedFile(
-        "vllm.vllm_flash_attn.cute.cache_utils",
-        "fc62f0889f79b770717e9030cb003749a14a7e01b3ada1443062ca11ac0edb9d",
-    ),
     EditedFile(
         "vllm.vllm_flash_attn.cute.flash_fwd_sm100",
         "a080f5c1565a53bd90789ca88133ab055f0fa34e93fe866ed768f39c916667cb",

@@ -34,7 +34,6 @@ def count(requests, num_chunks, num_heads):
     tiles = [-(-q // 128) for q, _ in requests]
     suffix = sum(row + 1 for n in tiles for row in range(n)) * num_heads
     cached = sum(n * c / 128 for n, (_, c) in zip(tiles, requests)) * num_heads
-    longest = max(q + c for q, c in requests)
     head_tiles = (num_heads + 63) // 64
     masked = {
         "launches": 1,
@@ -45,14 +44,16 @@ def count(requests, num_chunks, num_heads):
         "cached tokens x heads": context * num_heads,
         "context blocks": max(max(c for _, c in requests) / 128, cached / SMS),
         "merged tokens x heads": queries * num_heads if num_chunks else 0,
-        "mask words": len(requests) * max(tiles) * 128 * longest / 32,
     }
     sparse = {
         "launches": 1,
         "tokens x heads": queries * num_heads,
         "tokens x head tiles": queries * head_tiles,
+        "slots x head tiles": queries * TOPK * head_tiles,
         "pairs x head tiles": sum(min(TOPK, n) for n in visible) * head_tiles,
-        "far pairs x head tiles": sum(q * (q + c) for q, c in requests)
+        "far blocks x head tiles": sum(
+            n * (n + c / 128) for n, (_, c) in zip(tiles, requests)
+        )
         * TOPK
         * head_tiles,
         "tokens of all sequences": queries + context,
@@ -124,4 +125,4 @@ def test_a_prompt_alone_is_asked_for():
     # 100 us against 0.08 us a token.
     assert whole_prompts(estimate(launches, by_token), 9000) == ((1251, 9000),)
     assert last_parts(estimate(launches, by_token), 3000) == ((1251, 2999),)
-    assert whole_prompts(estimate(by_token + (0.0,) * 3, by_token), 9000) == ()
+    assert whole_prompts(estimate((*by_token, 0.0), by_token), 9000) == ()

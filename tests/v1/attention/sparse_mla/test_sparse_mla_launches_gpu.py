@@ -7,16 +7,18 @@ SPARSE_MLA_REPORT names a file for the counts as JSON lines.
 """
 
 import collections
+import importlib.util
 import itertools
+import sys
 import time
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
-from vllm_sparse_mla.testing.layer import DEEPSEEK, Dims, Projection
-from vllm_sparse_mla.testing.stock import load_stock_module
+import vllm
+from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm_sparse_mla.testing.layer import Dims
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +43,14 @@ KINDS = {
 
 @pytest.fixture
 def world(make_world):
-    dims = replace(DEEPSEEK, num_heads=16, index_topk=256)
+    dims = Dims(
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        index_topk=256,
+    )
     return make_world([700] * 3, dims=dims, block_size=64)
 
 
@@ -87,7 +96,12 @@ def count(names):
 
 def stock_impl(world, monkeypatch):
     """The layer of the installed vLLM's own file, whatever replaces the module."""
-    stock = load_stock_module(sparse_mla_attention.__name__)
+    root = Path(vllm.__file__).parent
+    path = root / "model_executor/layers/attention/sparse_mla_attention.py"
+    spec = importlib.util.spec_from_file_location("_stock_sparse_mla", path)
+    stock = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = stock
+    spec.loader.exec_module(stock)
     if hasattr(stock.SparseMLACommonImpl, "_build_whole_topk_mask"):
         pytest.skip("the installed vLLM has this patch")
     impl = world.make_impl(
@@ -195,12 +209,11 @@ def test_nothing_is_allocated_beyond_what_is_called(world, report, monkeypatch, 
     impl = world.impl
     for owner, attribute in (
         (package, "flash_attn_varlen_func"),
-        (mla_attention, "init_mla_context_partial"),
-        (mla_attention, "accumulate_mla_context_chunk"),
-        (Projection, "__call__"),
+        (sparse_mla_attention, "init_mla_context_partial"),
+        (sparse_mla_attention, "accumulate_mla_context_chunk"),
     ):
         monkeypatch.setattr(owner, attribute, counting(getattr(owner, attribute)))
-    impl._concat_k_nope_k_pe = counting(impl._concat_k_nope_k_pe)
+    impl._project_kv = counting(impl._project_kv)
     _, _, call = prepared(world, name)
     inside = 0
     before = allocations()

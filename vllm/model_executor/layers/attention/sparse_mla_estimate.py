@@ -8,13 +8,17 @@ metadata has on the host; heads of the rank and top-k are inputs like the length
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import add, mul
+from operator import mul
 from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 TILE = 128  # queries, and keys, of a block of FA4's
 HEAD_TILE = 64  # heads of a block of sparse MQA's, whatever a rank has
+FEW_HEADS = 32  # with fewer, FlashMLA runs its decode kernel over an FP8 cache
 
 MASKED_MHA = "masked MHA"
 MASKED_MHA_TERMS = (
@@ -26,21 +30,21 @@ MASKED_MHA_TERMS = (
     "cached tokens x heads",
     "context blocks",
     "merged tokens x heads",
-    "mask words",
 )
 SPARSE_MQA_TERMS = (
     "launches",
     "tokens x heads",
     "tokens x head tiles",
+    "slots x head tiles",
     "pairs x head tiles",
-    "far pairs x head tiles",
+    "far blocks x head tiles",
     "tokens of all sequences",
 )
 
 
 def prefill_terms(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
+    query_lens: ArrayLike,
+    context_lens: ArrayLike,
     num_chunks: int,
     num_heads: int,
     topk: int,
@@ -52,8 +56,8 @@ def prefill_terms(
     those of a multiprocessor, or those of the longest row of blocks where that is more.
 
     Args:
-        query_lens: new tokens of each request.
-        context_lens: cached tokens of each request.
+        query_lens: new tokens of each request; a sequence or an array.
+        context_lens: cached tokens of each request, likewise.
         num_chunks: in which the cached tokens are gathered; 0 if there are none.
         num_heads: of the rank.
         topk: keys that a query selects where it sees as many.
@@ -65,43 +69,45 @@ def prefill_terms(
     Raises:
         ValueError: no requests, or a length below what a request can have.
     """
-    if not query_lens or min(query_lens) < 0 or min(context_lens) < 0:
+    rows = np.empty((4, len(query_lens)))
+    rows[0], rows[1], rows[3] = query_lens, context_lens, 1
+    lengths, contexts, tiles, _ = rows
+    np.ceil(lengths / TILE, out=tiles)
+    shortest = rows.min(initial=0)
+    if not len(query_lens) or shortest < 0:
         raise ValueError(
             "a batch must have requests without negative lengths, got query lengths "
             f"{query_lens} and context lengths {context_lens}"
         )
-    tiles = [-(-length // TILE) for length in query_lens]
-    longest_row, longest_context = max(tiles), max(context_lens)
-    seq_lens = list(map(add, query_lens, context_lens))
-    queries, context = sum(query_lens), sum(context_lens)
+    _, longest_context, longest_row, _ = rows.max(axis=1).tolist()
+    products = (rows @ rows.T).tolist()
+    queries, context, num_tiles, _ = products[3]
+    _, context_blocks, squares, _ = products[2]
+    context_blocks /= TILE
     share = num_heads / num_sms
-    suffix_blocks = share * (sum(map(mul, tiles, tiles)) + sum(tiles)) / 2
-    context_blocks = share * sum(map(mul, tiles, context_lens)) / TILE
     masked = (
         1.0,
         queries * num_heads,
-        max(longest_row, suffix_blocks),
+        max(longest_row, share * (squares + num_tiles) / 2),
         num_chunks,
         context,
         context * num_heads,
-        max(longest_context / TILE, context_blocks),
+        max(longest_context / TILE, share * context_blocks),
         queries * num_heads if num_chunks else 0,
-        len(tiles) * longest_row * TILE * max(seq_lens) / 32,
     )
-    pairs = queries * topk
-    if min(context_lens) < topk:
-        for length, missing in zip(query_lens, context_lens):
-            missing = topk - missing  # keys that its first query lacks, and its own
-            if missing > 0:
-                short = min(length, missing)
-                pairs -= short * (2 * missing - short - 1) // 2
+    # The first queries of a request see fewer keys than the top-k.
+    missing = np.maximum(topk - contexts, 0)
+    short = np.minimum(lengths, missing)
+    slots = queries * topk
+    pairs = slots - float(short @ (2 * missing - short - 1)) / 2
     head_tiles = -(-num_heads // HEAD_TILE)
     sparse = (
         1.0,
         queries * num_heads,
         queries * head_tiles,
+        slots * head_tiles,
         pairs * head_tiles,
-        topk * sum(map(mul, query_lens, seq_lens)) * head_tiles,
+        topk * (squares + context_blocks) * head_tiles,
         queries + context,
     )
     return masked, sparse
@@ -128,7 +134,7 @@ class PrefillEstimate:
     sparse_mqa: tuple[float, ...]
 
     def microseconds(
-        self, query_lens: Sequence[int], context_lens: Sequence[int], num_chunks: int
+        self, query_lens: ArrayLike, context_lens: ArrayLike, num_chunks: int
     ) -> tuple[float, float]:
         """Time of the prefills of a step by masked MHA, and by sparse MQA.
 
@@ -147,6 +153,20 @@ class PrefillEstimate:
         )
 
 
+def sparse_mqa_kernel(backend: str, kv_cache_dtype: str, num_heads: int) -> str:
+    """Under which name a backend's sparse MQA has coefficients.
+
+    It is the backend's, but where that has another kernel for few heads.
+    """
+    if (
+        backend == "FLASHMLA_SPARSE"
+        and kv_cache_dtype == "fp8_ds_mla"
+        and num_heads < FEW_HEADS
+    ):
+        return f"{backend}, fewer than {FEW_HEADS} heads"
+    return backend
+
+
 def make_estimate(
     costs: Mapping[str, Any],
     qk_head_dim: int,
@@ -160,7 +180,7 @@ def make_estimate(
 
     Args:
         costs: name and multiprocessors of the GPU, and under ``microseconds``
-            dimensions -> way -> KV cache dtype -> term -> coefficient.
+            dimensions -> kernel -> KV cache dtype -> term -> coefficient.
         backend: vLLM's name of the one that runs sparse MQA.
         kv_cache_dtype: as vLLM spells it; those that do not quantize are ``auto``.
 
@@ -170,8 +190,9 @@ def make_estimate(
     if kv_cache_dtype in ("bfloat16", "float16"):
         kv_cache_dtype = "auto"
     ways = costs["microseconds"].get(f"{qk_head_dim}/{v_head_dim}", {})
+    kernel = sparse_mqa_kernel(backend, kv_cache_dtype, num_heads)
     found = []
-    for way, terms in ((MASKED_MHA, MASKED_MHA_TERMS), (backend, SPARSE_MQA_TERMS)):
+    for way, terms in ((MASKED_MHA, MASKED_MHA_TERMS), (kernel, SPARSE_MQA_TERMS)):
         coefficients = ways.get(way, {}).get(kv_cache_dtype)
         if coefficients is None:
             raise ValueError(
