@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Top-k rows, and the packed masks that they mean."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -37,6 +39,42 @@ def pack(grid: np.ndarray) -> torch.Tensor:
     """Pack bool `[..., 32 * words]` into int32 `[..., words]`, key 0 in bit 0."""
     words = np.packbits(grid, axis=-1, bitorder="little").view(np.int32)
     return torch.from_numpy(words.copy())
+
+
+def expected_mask(
+    topk: torch.Tensor,
+    q_lens: Sequence[int],
+    rows: int,
+    num_keys: int,
+    num_words: int,
+    context_lens: Sequence[int] | None = None,
+    range_starts: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """The mask of top-k rows, from a boolean grid: no kernel's arithmetic.
+
+    Args:
+        topk: int `[queries, topk]`, the rows of all requests.
+        q_lens: queries of each request.
+        rows: of each request in the mask.
+        num_keys: keys of a row; others are dropped.
+        num_words: words of a row.
+        context_lens: tokens before each request's queries: keys after a query are
+            dropped. None drops none.
+        range_starts: the key in bit 0 of each request's rows; None is key 0.
+
+    Returns:
+        int32 `[requests, rows, num_words]`, on the CPU.
+    """
+    grid = np.zeros((len(q_lens), rows, num_words * 32), dtype=bool)
+    tokens = iter(topk.cpu().numpy().astype(np.int64))
+    for request, q_len in enumerate(q_lens):
+        start = 0 if range_starts is None else range_starts[request]
+        for row, keys in zip(range(q_len), tokens):
+            if context_lens is not None:
+                keys = keys[keys <= context_lens[request] + row]
+            keys = keys[keys >= 0] - start
+            grid[request, row, keys[(keys >= 0) & (keys < num_keys)]] = True
+    return pack(grid)
 
 
 class GuardedMask:

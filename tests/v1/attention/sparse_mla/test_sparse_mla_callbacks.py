@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from vllm_sparse_mla.testing.host_callbacks import columns_kept
+from vllm_sparse_mla.testing.masks import pack
 
 ROWS = 3
 NUM_KEYS = 3 * 128 + 37
@@ -41,11 +42,6 @@ def grid():
     bits = np.random.default_rng(0).integers(0, 2, (2, ROWS, 32 * WORDS)) == 1
     bits[..., NUM_KEYS:] = True
     return bits
-
-
-def pack(grid):
-    words = np.packbits(grid, axis=-1, bitorder="little").view(np.int32)
-    return torch.from_numpy(words.copy())
 
 
 def assert_keeps(kept, grid, starts):

@@ -10,10 +10,9 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     _build_topk_mask,
     _topk_mask_shape,
 )
+from vllm_sparse_mla.testing.masks import CANARY, GuardedMask, expected_mask
 
 INT32_MAX = 2**31 - 1
-CANARY = 0x5A5A5A5A
-PADDING = 64  # words of canary on each side of `out`, a multiple of 16 bytes
 
 PACKED_FRONT = "stock has no builder over packed rows"
 OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"
@@ -32,36 +31,18 @@ class Guarded:
     """An `out` full of ones between two zones of canary words."""
 
     def __init__(self, shape, device):
-        numel = int(np.prod(shape))
-        self.flat = torch.full(
-            (numel + 2 * PADDING,), CANARY, dtype=torch.int32, device=device
-        )
-        self.out = self.flat[PADDING : PADDING + numel].view(shape)
-        self.out.fill_(-1)
+        self.mask = GuardedMask(int(np.prod(shape)), device)
+        self.out = self.mask.words.view(shape)
 
     def assert_untouched_outside(self, view):
-        zones = torch.cat((self.flat[:PADDING], self.flat[-PADDING:]))
-        assert (zones == CANARY).all(), "a canary beside out was overwritten"
+        self.mask.assert_canaries()
         outside = torch.ones(self.out.shape, dtype=torch.bool)
         outside[: view.shape[0], : view.shape[1]] = False
         assert (self.out.cpu()[outside] == -1).all(), "a word outside the view changed"
 
 
-def expected_words(topk, q_lens, rows, num_keys, num_words, contexts=None, starts=None):
-    """Words from a dense boolean grid; numpy's bit packing, no kernel's arithmetic."""
-    grid = np.zeros((len(q_lens), rows, num_words * 32), dtype=bool)
-    source = topk.cpu().numpy().astype(np.int64)
-    token = 0
-    for request, q_len in enumerate(q_lens):
-        start = 0 if starts is None else starts[request]
-        for row in range(q_len):
-            keys = source[token]
-            if contexts is not None:
-                keys = keys[keys <= contexts[request] + row]
-            keys = keys[keys >= 0] - start
-            grid[request, row, keys[(keys >= 0) & (keys < num_keys)]] = True
-            token += 1
-    return np.packbits(grid, axis=-1, bitorder="little").view(np.int32)
+def expected_words(*args):
+    return expected_mask(*args).numpy()
 
 
 def random_topk(rows, topk, num_keys, seed=0):

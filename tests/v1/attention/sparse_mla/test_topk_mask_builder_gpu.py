@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from vllm.model_executor.layers.attention.sparse_mla_attention import _topk_mask_shape
+from vllm_sparse_mla.testing.masks import expected_mask
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 POISON = 0x5A5A5A5A
@@ -73,28 +74,16 @@ class Inputs:
         return self.out[:, : self.max_q_len]
 
     def expected(self):
-        """The view's words: indices scattered into booleans, booleans into words."""
-        batch, rows, num_words = len(self.q_lens), self.max_q_len, self.shape[2]
-        # One column past the words takes every index that is dropped.
-        grid = torch.zeros(
-            (batch, rows, num_words * 32 + 1), dtype=torch.bool, device="cuda"
-        )
-        token = 0
-        for request, q_len in enumerate(self.q_lens):
-            keys = self.topk[token : token + q_len].long()
-            token += q_len
-            start = self.range_starts[request] if self.range_starts else 0
-            context = self.context_lens[request] if self.context_lens else 0
-            last = context + torch.arange(q_len, device="cuda")[:, None]
-            kept = (keys >= start) & (keys <= last) & (keys - start < self.num_keys)
-            columns = torch.where(kept, keys - start, num_words * 32)
-            grid[request, :q_len].scatter_(1, columns, True)
-        weights = 1 << torch.arange(32, device="cuda")
-        words = torch.empty((batch, rows, num_words), dtype=torch.int32, device="cuda")
-        for request, row in itertools.product(range(batch), range(0, rows, 64)):
-            some = grid[request, row : row + 64, :-1].unflatten(-1, (-1, 32)).long()
-            words[request, row : row + 64] = (some * weights).sum(-1).int()
-        return words
+        """The view's words."""
+        return expected_mask(
+            self.topk,
+            self.q_lens,
+            self.max_q_len,
+            self.num_keys,
+            self.shape[2],
+            self.context_lens or [0] * len(self.q_lens),
+            self.range_starts,
+        ).cuda()
 
     def check(self, module):
         found = self.build(module).clone()
