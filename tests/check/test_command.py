@@ -19,8 +19,8 @@ from vllm_sparse_mla.cli import app
 
 prepare = environment.prepare_process
 
-def prepare_and_break():
-    has_gpu = prepare()
+def prepare_and_break(*arguments):
+    has_gpu = prepare(*arguments)
     break_it()
     return has_gpu
 
