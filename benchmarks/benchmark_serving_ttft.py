@@ -70,8 +70,14 @@ async def _burst(session, url: str, length: int, count: int, salt: str) -> list[
     return [answer.ttft * 1e3 for answer in answers]
 
 
-async def _check(session, servers, length: int, unquantized=None) -> list[str]:
-    """Complaints about servers whose answers to a prompt do not agree."""
+async def _check(
+    session, servers, length: int, unquantized=None
+) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """Compare the servers' answers to a prompt.
+
+    Returns:
+        Complaints about those that do not agree, and by variant columns for its rows.
+    """
 
     def ask(server, prompt: list[int], salt: str):
         return complete(session, server.url, prompt, 1, salt=salt, score_prompt=True)
@@ -105,8 +111,13 @@ async def _check(session, servers, length: int, unquantized=None) -> list[str]:
             f"{length} tokens: other keys change the answer by {seen.mean:.5f} on "
             f"average, too little to tell from the {allowed:.5f} allowed"
         )
+    columns = {}
     for variant in servers:
         found = between(answers[baseline], answers[variant])
+        columns[variant] = {
+            "log-prob difference": f"{found.mean:.4f}",
+            "log-prob difference with other keys": f"{seen.mean:.4f}",
+        }
         print(
             f"{length} tokens, {variant} against {baseline}: log-probabilities "
             f"differ by {found.mean:.5f} on average, {found.largest:.4f} at most"
@@ -116,7 +127,7 @@ async def _check(session, servers, length: int, unquantized=None) -> list[str]:
                 f"{length} tokens: {variant} answers otherwise than {baseline}, by "
                 f"{found.mean:.5f} on average where {allowed:.5f} is allowed"
             )
-    return complaints
+    return complaints, columns
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -134,10 +145,11 @@ async def measure(
     times = {(shape, variant): [] for shape in shapes for variant in servers}
     masked = dict.fromkeys(times, 0)
     async with open_session() as session:
-        complaints = []
+        complaints, answers = [], {}
         lengths = sorted({length for length, _ in shapes})
         for length in with_progress(lengths, "comparing answers"):
-            complaints += await _check(session, servers, length, unquantized)
+            found, answers[length] = await _check(session, servers, length, unquantized)
+            complaints += found
         if complaints:
             raise RuntimeError("nothing was timed: " + "; ".join(complaints))
         everything = itertools.product(shapes, servers.items())
@@ -168,6 +180,7 @@ async def measure(
                 / median,
                 "masked MHA calls": masked[shape, variant],
                 "requests": len(found),
+                **answers[shape[0]][variant],
             }
         )
     return rows

@@ -104,15 +104,12 @@ def run_step(name: str, command: list[str], csv: Path) -> bool:
     return done.returncode == 0
 
 
-def make_page(folder: Path, tag: str) -> Path:
-    """The page of this GPU, as far as its steps were run."""
-    from render_results import render
-
+def begin_page(folder: Path, tag: str) -> Path:
+    """The page of this GPU: the one that is there, or a copy of the B200's."""
     page = folder / f"report-{tag}.md"
     if not page.exists():
         text = TEMPLATE.read_text()
         page.write_text(text.replace(": B200\n", f": {tag.upper()}\n", 1))
-    render([page])
     return page
 
 
@@ -127,6 +124,7 @@ def main() -> None:
     require_gpu()
     args.out.mkdir(parents=True, exist_ok=True)
     tag = gpu_tag(torch.cuda.get_device_name())
+    page = begin_page(args.out, tag)
     failed = []
     for name, command in steps(on_sm90()).items():
         if args.only and name not in args.only:
@@ -136,7 +134,11 @@ def main() -> None:
         if not run_step(name, command, args.out / f"report-{name}-{tag}.csv"):
             failed.append(name)
         print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
-    print(make_page(args.out, tag))
+    # Not before: a machine that only measures needs no cogapp until here.
+    from render_results import render
+
+    render([page])
+    print(page)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -13,7 +13,7 @@ tests/test_results.py compares.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cogapp import Cog
@@ -25,6 +25,7 @@ RESULTS = ROOT / "docs" / "results"
 PROLOGUE = r"""
 from render_results import Page, readme_results
 from result_sections import *
+from codegen_sections import *
 page = Page.of(cog.inFile)
 put = lambda text: cog.out(f"\n{text}\n\n")
 """
@@ -57,11 +58,15 @@ class Page:
 
     @classmethod
     def of(cls, path: str) -> "Page":
-        """The page at `path`; README shows the H200's results."""
-        file = Path(path)
-        if file.name == "README.md":
+        """The page at `path`; README and docs/ show the H200's results."""
+        file = Path(path).resolve()
+        if file.parent in (ROOT, ROOT / "docs"):
             return cls(RESULTS, "h200")
         return cls(file.parent, file.stem.rpartition("-")[2])
+
+    def on(self, gpu: str) -> "Page":
+        """The same page with the results of another GPU."""
+        return replace(self, gpu=gpu)
 
     def files(self, stem: str, suffix: str = ".csv") -> list[Path]:
         """Files of a benchmark on this GPU."""
@@ -119,11 +124,14 @@ def _commands(rows: Rows) -> str:
 
 
 def _line(what: str, stock: float, ours: float, unit: str, page: str) -> dict:
+    def digits(number: float) -> str:
+        return f"{number:#.3g}".removesuffix(".")
+
     return {
         "what": what,
-        "stock": f"{stock:.4g} {unit}",
-        "here": f"{ours:.3g} {unit}",
-        "times faster": f"{stock / ours:.3g}",
+        "stock": f"{digits(stock)} {unit}",
+        "here": f"{digits(ours)} {unit}",
+        "times faster": digits(stock / ours),
         "": f"[page](docs/results/{page}-h200.md)",
     }
 

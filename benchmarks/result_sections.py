@@ -61,7 +61,7 @@ def steps_both_ways(rows: Rows) -> list[dict]:
             best = min(sparse, key=_ms)
             names = ("model", "dims", "ranks", "heads", "queries", "context")
             row = {name: ways[MASKED][name] for name in names}
-            row |= {"batch": ways[MASKED].get("batch"), "backend": best["way"]}
+            row |= {"kv cache": ways[MASKED].get("kv cache", "auto")}
             row |= {"masked": _ms(ways[MASKED]), "sparse": _ms(best)}
             row |= {"ratio": float(best[RATIO])}
             if STOCK_MASKED in ways:
@@ -98,17 +98,23 @@ def prefill_summary(rows: Rows) -> str:
 def prefill_times(rows: Rows) -> str:
     """A table for each model: steps by heads, masked MHA over the better sparse MQA."""
     steps = steps_both_ways(rows)
+
+    def cell(step: dict) -> str:
+        text = f"{step['masked']:.3f} / {step['sparse']:.3f} ({step['ratio']:.2f})"
+        return f"{text}; stock {step['stock']:.3f}" if "stock" in step else text
+
     tables = []
-    for model in dict.fromkeys(step["model"] for step in steps):
-        shown = [step for step in steps if step["model"] == model]
+    for model, kv_cache in dict.fromkeys((s["model"], s["kv cache"]) for s in steps):
+        shown = [s for s in steps if (s["model"], s["kv cache"]) == (model, kv_cache)]
         shown.sort(key=lambda step: int(step["heads"]))
         table = pivot(
-            [s | {"heads": f"{s['heads']} heads"} for s in shown],
+            [step | {"heads": f"{step['heads']} heads"} for step in shown],
             ("queries", "context"),
             "heads",
-            lambda s: f"{s['masked']:.3f} / {s['sparse']:.3f} ({s['ratio']:.2f})",
+            cell,
         )
-        tables.append(f"{model}, {shown[0]['dims']}:\n\n{markdown(table)}")
+        cache = "" if kv_cache == "auto" else f", KV cache {kv_cache}"
+        tables.append(f"{model}, {shown[0]['dims']}{cache}:\n\n{markdown(table)}")
     return "\n\n".join(tables)
 
 
@@ -207,19 +213,20 @@ def ttft(rows: Rows) -> str:
         )
         return f"{middle:.1f} ({low:.1f} to {high:.1f})"
 
-    names = ("model", "ranks", "prompt tokens", "at a time")
+    rows = [{"kv cache": "auto"} | row for row in rows]
+    names = ("model", "ranks", "kv cache", "prompt tokens", "at a time")
     return markdown(pivot(rows, names, "variant", cell))
 
 
 def answers(rows: Rows) -> str:
-    """How far each variant's answers are from the first one's."""
-    name = "log-prob difference"
-    if name not in rows[0]:
+    """How far each variant's answers are from the first one's, and what is noticed."""
+    name, control = "log-prob difference", "log-prob difference with other keys"
+    rows = [{"kv cache": "auto"} | row for row in rows if name in row]
+    if not rows:
         return "*Not recorded in these rows.*"
     rows = [row for row in rows if row["at a time"] == rows[0]["at a time"]]
-    return markdown(
-        pivot(rows, ("model", "prompt tokens"), "variant", lambda r: r[name])
-    )
+    names = ("model", "kv cache", "prompt tokens", control)
+    return markdown(pivot(rows, names, "variant", lambda row: row[name]))
 
 
 def load(rows: Rows) -> str:

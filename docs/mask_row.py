@@ -22,9 +22,16 @@ SET, CLEAR, GROUP, CALL = "#4c72b0", "#dfe4ee", "#c44e52", "#55a868"
 
 
 def draw(path: Path) -> None:
-    """Write the picture."""
-    matplotlib.rcParams["svg.hashsalt"] = "vllm-sparse-mla"
-    matplotlib.rcParams["svg.fonttype"] = "none"
+    """Write the picture, the same bytes each time."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams["svg.hashsalt"] = "vllm-sparse-mla"
+        matplotlib.rcParams["svg.fonttype"] = "none"
+        make_figure().savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def make_figure() -> Figure:
+    """Words and bits of the row, the two groups, and the keys of the call."""
     figure = Figure(figsize=(12, 2.6))
     axes = figure.subplots()
     kept = sorted(random.Random(0).sample(range(WORDS * WORD_BITS), 150))
@@ -56,7 +63,7 @@ def draw(path: Path) -> None:
     axes.text(KEY_START + CALL_KEYS / 2, -1.4, text, ha="center", color=CALL)
     axes.set(xlim=(-2, WORDS * WORD_BITS + 2), ylim=(-1.6, 2.1))
     axes.axis("off")
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    return figure
 
 
 if __name__ == "__main__":

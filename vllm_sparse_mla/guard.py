@@ -83,6 +83,10 @@ OVERLAID_FILES = (
 
 EDITED_FILES = (
     EditedFile(
+        "vllm.vllm_flash_attn.cute.cache_utils",
+        "fc62f0889f79b770717e9030cb003749a14a7e01b3ada1443062ca11ac0edb9d",
+    ),
+    EditedFile(
         "vllm.vllm_flash_attn.cute.flash_fwd_sm100",
         "a080f5c1565a53bd90789ca88133ab055f0fa34e93fe866ed768f39c916667cb",
     ),

@@ -36,9 +36,11 @@ def complaints(
 
     monkeypatch.setattr(benchmark_serving_ttft, "complete", complete)
     unquantized = SimpleNamespace(url="unquantized") if quantized else None
-    return asyncio.run(
+    found, columns = asyncio.run(
         benchmark_serving_ttft._check(None, SERVERS, LENGTH, unquantized)
     )
+    assert list(columns) == list(SERVERS)
+    return found
 
 
 def test_servers_that_agree_are_timed(monkeypatch):

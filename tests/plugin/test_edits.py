@@ -4,6 +4,7 @@
 
 import importlib
 import inspect
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -128,3 +129,23 @@ def test_another_text_has_another_name(edited):
 def test_a_file_without_a_match_cannot_be_imported(edited):
     with pytest.raises(ImportError, match=r"loop\.py: .* matches 0 times"):
         edited(UPSTREAM.replace("2)", "4)"))
+
+
+FINGERPRINT = """
+from vllm_sparse_mla.plugin import register
+from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
+from vllm_sparse_mla.testing.stock import load_stock_module
+register()
+install_parent_module()
+name = "vllm.vllm_flash_attn.cute.cache_utils"
+import importlib
+print(importlib.import_module(name)._compute_source_fingerprint())
+print(load_stock_module(name)._compute_source_fingerprint())
+"""
+
+
+def test_fa4s_cache_on_disk_sees_the_edits():
+    command = [sys.executable, "-c", FINGERPRINT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    edited, stock = done.stdout.split()[-2:]
+    assert edited != stock

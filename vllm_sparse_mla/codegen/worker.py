@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The subprocess that compiles: variants in on stdin, records out on stdout.
+"""What a process that compiles does: variants in, records out.
 
-One JSON object a line each way. The DSL latches its target when it is first
-imported, so the parent sets the target in the environment and starts one process per
-target; ``compiler`` does both.
+The DSL latches its target when it is first imported, so such a process has one target
+and sets it before that; ``compiler`` starts them.
 """
 
 import functools
 import importlib
 import inspect
-import json
 import os
 import sys
 import time
@@ -52,6 +50,10 @@ def environment(arch: str, dump_dir: Path) -> dict[str, str]:
         "VLLM_SPARSE_MLA_STRICT": "1",
         "VLLM_SPARSE_MLA_SM90": "1" if arch.startswith("sm_90") else "0",
     }
+
+
+class CodegenError(RuntimeError):
+    """A variant did not compile, or its worker died."""
 
 
 class TraceCount:
@@ -236,23 +238,6 @@ def _aux_arguments(forward: Callable, tensors: list, leading_dims: list[int]) ->
     return aux
 
 
-def serve(dump_dir: Path) -> None:
-    """Answer variants until stdin closes."""
-    # What libraries print must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            record = compile_variant(Variant(**json.loads(line)), dump_dir)
-            answer = {"record": record.to_dict()}
-        except Exception as error:
-            answer = {
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": traceback.format_exc(),
-            }
-        print(json.dumps(answer), file=answers)
-
-
 def use_fa4_from(folder: str) -> None:
     """Let ``flash_attn.cute`` of a folder take the place of the one in vLLM."""
     import vllm.vllm_flash_attn as parent
@@ -266,19 +251,44 @@ def use_fa4_from(folder: str) -> None:
     parent.cute = sys.modules[ours]
 
 
-def main(fa4_dir: str = "") -> None:
-    """Entry point of the subprocess.
+def start_worker(arch: str, folder: str, fa4_dir: Path | None) -> None:
+    """Prepare this process to compile for ``arch``; before any import of vLLM.
 
     Args:
+        arch: target such as ``sm_100a``.
+        folder: where to leave what the DSL dumps and what libraries print.
         fa4_dir: folder that holds a ``flash_attn`` package to compile instead of
-            the one that vLLM vendors; empty for the latter.
+            the one that vLLM vendors.
     """
+    dump_dir = Path(folder, str(os.getpid()))
+    dump_dir.mkdir()
+    log = os.open(f"{dump_dir}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    os.environ.update(environment(arch, dump_dir))
+    os.environ.pop("TRITON_INTERPRET", None)
     warnings.simplefilter("ignore")
     from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 
     install_parent_module()
     # FA4's own modules are replaced and edited: before their first import.
     put_overlay_in_force()
-    if fa4_dir:
-        use_fa4_from(fa4_dir)
-    serve(Path(os.environ["CUTE_DSL_DUMP_DIR"]))
+    if fa4_dir is not None:
+        use_fa4_from(str(fa4_dir))
+
+
+def compile_in_worker(variant: Variant) -> CodegenRecord:
+    """Compile one variant in a process that ``start_worker`` has prepared.
+
+    Raises:
+        CodegenError: if it does not compile. The cause, which may not survive the way
+            to another process, is part of the message.
+    """
+    try:
+        return compile_variant(variant, Path(os.environ["CUTE_DSL_DUMP_DIR"]))
+    except Exception as error:
+        raise CodegenError(
+            f"{variant.label} did not compile for {variant.arch}: "
+            f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        ) from None

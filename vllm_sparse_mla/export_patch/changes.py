@@ -80,7 +80,7 @@ def _read_upstream(root: Path, file: OverlaidFile) -> tuple[str, str]:
 def _overlay_change(root: Path, file: OverlaidFile, rules: Rules) -> Change:
     if isinstance(file, EditedFile):
         before, warning = _read_upstream(root, file)
-        edits = EDITS[file.module]
+        edits = [edit for edit in EDITS[file.module] if edit.exported]
         edited = tuple(Definition(edit.function, "edited") for edit in edits)
         return Change(file.path, before, apply_edits(before, edits), edited, warning)
     overlay = (overlay_root() / file.path).read_text()
@@ -130,6 +130,8 @@ def collect_fa4_changes(root: Path, tests: Path | None) -> list[Change]:
     changes = []
     for file in filter(_is_fa4, OVERLAID_FILES + EDITED_FILES):
         change = _overlay_change(root, file, _FA4_RULES)
+        if change.before == change.after:
+            continue
         changes.append(
             Change(
                 _in_flash_attention(file.module).replace(".", "/") + ".py",

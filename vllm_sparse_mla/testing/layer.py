@@ -57,6 +57,11 @@ class Dims:
         )
 
 
+# Whole models, all heads of them.
+DEEPSEEK = Dims(128, 512, 128, 64, 128, 2048)
+GLM = Dims(64, 512, 192, 64, 256, 2048)
+
+
 class Projection:
     """A linear layer as vLLM's: it returns the product, and no bias."""
 

@@ -13,7 +13,7 @@ On a CPU, `vllm_sparse_mla.check.environment.prepare_process` has to come first.
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,17 +46,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm_sparse_mla.testing.layer import Dims
+from vllm_sparse_mla.testing.layer import DEEPSEEK, Dims
 from vllm_sparse_mla.testing.tiny_model import ModelSpec, make_config
 
-DIMS = Dims(
-    num_heads=2,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    index_topk=128,
-)
+DIMS = replace(DEEPSEEK, num_heads=2, index_topk=128)
 LAYER_NAME = "model.layers.0.self_attn.attn"
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Loads upstream's own files beside what the overlay puts in their place."""
+"""Loads files of the installed vLLM, whatever stands in for their modules."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ from types import ModuleType
 
 @cache
 def load_stock_module(name: str) -> ModuleType:
-    """Execute a vLLM module's own file, whatever the overlay puts in its place.
+    """Execute a vLLM module's own file.
 
     Args:
         name: such as ``vllm.model_executor.layers.attention.sparse_mla_attention``.
@@ -25,8 +25,7 @@ def load_stock_module(name: str) -> ModuleType:
 def load_file(path: Path) -> ModuleType:
     """Execute a Python file under a private name, once.
 
-    Neither the installed module nor the overlaid one is touched, and several files can
-    be compared in one process.
+    The module in use is not touched, and several files can be compared in one process.
 
     Raises:
         ValueError: ``path`` is not a Python file.

@@ -13,18 +13,12 @@ import torch
 
 from vllm_sparse_mla.testing import kv_cache, reference
 from vllm_sparse_mla.testing.host_callbacks import attend_on_host
-from vllm_sparse_mla.testing.layer import Dims, make_layer, project
+from vllm_sparse_mla.testing.layer import DEEPSEEK, Dims, make_layer, project
 from vllm_sparse_mla.testing.masks import GuardedMask, causal_topk
 from vllm_sparse_mla.testing.stand_ins import MaskedCall, noted_attention
 
 # FA4 has kernels for the dimensions of real models only.
-GPU_DIMS = Dims(
-    num_heads=16,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-)
+GPU_DIMS = replace(DEEPSEEK, num_heads=16, index_topk=24)
 
 
 def plan_step(

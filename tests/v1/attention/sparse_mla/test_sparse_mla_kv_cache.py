@@ -125,7 +125,7 @@ def test_which_thresholds_a_loaded_layer_installs(
         ("install_sm90_thresholds", lambda: installed.append("sm90")),
         ("install_quantized_kv_thresholds", lambda: installed.append("halved")),
         ("sm90_masked_mha_enabled", lambda: on_sm90),
-        ("register_masked_mha_warmup", lambda: None),
+        ("prepare_masked_mha", lambda impl: True),
     ):
         monkeypatch.setattr(layer, name, value)
     impl = layer.SparseMLACommonImpl.__new__(layer.SparseMLACommonImpl)

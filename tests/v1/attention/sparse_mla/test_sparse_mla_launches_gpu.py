@@ -7,18 +7,16 @@ SPARSE_MLA_REPORT names a file for the counts as JSON lines.
 """
 
 import collections
-import importlib.util
 import itertools
-import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 
-import vllm
-from vllm.model_executor.layers.attention import sparse_mla_attention
-from vllm_sparse_mla.testing.layer import Dims
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
+from vllm_sparse_mla.testing.layer import DEEPSEEK, Dims, Projection
+from vllm_sparse_mla.testing.stock import load_stock_module
 
 pytestmark = pytest.mark.gpu
 
@@ -43,14 +41,7 @@ KINDS = {
 
 @pytest.fixture
 def world(make_world):
-    dims = Dims(
-        num_heads=16,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        index_topk=256,
-    )
+    dims = replace(DEEPSEEK, num_heads=16, index_topk=256)
     return make_world([700] * 3, dims=dims, block_size=64)
 
 
@@ -96,12 +87,7 @@ def count(names):
 
 def stock_impl(world, monkeypatch):
     """The layer of the installed vLLM's own file, whatever replaces the module."""
-    root = Path(vllm.__file__).parent
-    path = root / "model_executor/layers/attention/sparse_mla_attention.py"
-    spec = importlib.util.spec_from_file_location("_stock_sparse_mla", path)
-    stock = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = stock
-    spec.loader.exec_module(stock)
+    stock = load_stock_module(sparse_mla_attention.__name__)
     if hasattr(stock.SparseMLACommonImpl, "_build_whole_topk_mask"):
         pytest.skip("the installed vLLM has this patch")
     impl = world.make_impl(
@@ -209,11 +195,12 @@ def test_nothing_is_allocated_beyond_what_is_called(world, report, monkeypatch, 
     impl = world.impl
     for owner, attribute in (
         (package, "flash_attn_varlen_func"),
-        (sparse_mla_attention, "init_mla_context_partial"),
-        (sparse_mla_attention, "accumulate_mla_context_chunk"),
+        (mla_attention, "init_mla_context_partial"),
+        (mla_attention, "accumulate_mla_context_chunk"),
+        (Projection, "__call__"),
     ):
         monkeypatch.setattr(owner, attribute, counting(getattr(owner, attribute)))
-    impl._project_kv = counting(impl._project_kv)
+    impl._concat_k_nope_k_pe = counting(impl._concat_k_nope_k_pe)
     _, _, call = prepared(world, name)
     inside = 0
     before = allocations()

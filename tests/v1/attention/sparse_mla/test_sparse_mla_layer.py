@@ -6,10 +6,12 @@ Each run starts from a mask workspace full of ones between canary words, and fro
 in the output, the context workspace and every cache row that holds no context.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from vllm_sparse_mla.testing.layer import Dims
+from vllm_sparse_mla.testing.layer import DEEPSEEK, Dims
 
 INT32_MAX = 2**31 - 1
 OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"
@@ -271,13 +273,7 @@ def test_context_parallelism_is_refused(world):
 
 @pytest.mark.stock_fails(UNALIGNED)
 def test_dimensions_of_a_real_model(make_world):
-    dims = Dims(
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        index_topk=64,
-    )
+    dims = replace(DEEPSEEK, num_heads=2, index_topk=64)
     world = make_world([200, 200], dims=dims, block_size=64)
     step = world.step([(0, 101, 140), (1, 0, 77)], chunk_rows=64)
     world.assert_right(step, world.run(step))

@@ -64,19 +64,17 @@ def make_step(world, spans, per_range=False, **kwargs):
 
 
 def judge(world, step, output, report, **row):
-    exact, budget = world.expected(step)
-    error = reference.attention_error(output, exact)
-    ratio = (error / budget).nan_to_num(nan=0.0, posinf=float("inf"))
-    worst = int(ratio.argmax())
+    judgement = world.judge(step, output)
+    worst = int(judgement.ratio.argmax())
     report(
         **row,
-        rows=len(error),
-        largest_error=float(error.max()),
-        worst_error=float(error[worst]),
-        worst_budget=float(budget[worst]),
-        error_over_budget=float(ratio[worst]),
+        rows=len(judgement.error),
+        largest_error=float(judgement.error.max()),
+        worst_error=float(judgement.error[worst]),
+        worst_budget=float(judgement.budget[worst]),
+        error_over_budget=float(judgement.ratio[worst]),
     )
-    assert ratio[worst] <= 1, f"row {worst}: {error[worst]} over {budget[worst]}"
+    judgement.assert_right()
 
 
 def judge_scenario(world, report, model, scenario):

@@ -78,6 +78,8 @@ def _storage(shape, offset_words=0, strides=None):
         pytest.param(_storage((2, 128, 8)), id="contiguous"),
         pytest.param(_storage((5, 128, 8))[2:5], id="slice-of-requests"),
         pytest.param(_storage((2, 256, 8))[:, :129], id="view-of-rows"),
+        pytest.param(_storage((6, 128, 8))[2:5, 1:], id="slice-of-both"),
+        pytest.param(_storage((2, 128, 8), offset_words=4), id="next-boundary"),
         pytest.param(_storage((2, 128, 8), strides=(2048, 16, 1)), id="padded-rows"),
     ],
 )
@@ -96,6 +98,12 @@ def test_storage_that_callbacks_can_read_is_accepted(mask):
         ),
         pytest.param(
             _storage((2, 128, 8))[..., :6], "multiple of 4 words", id="narrowed"
+        ),
+        *(
+            pytest.param(
+                _storage((2, 128, 8))[..., words:], "", id=f"from-word-{words}"
+            )
+            for words in (1, 2, 3)
         ),
         pytest.param(
             _storage((2, 128, 8), strides=(1280, 10, 1)), "row strides", id="odd-rows"

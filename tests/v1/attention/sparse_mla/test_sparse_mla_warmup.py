@@ -8,6 +8,7 @@
 import dataclasses
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,11 +136,17 @@ def test_a_mask_workspace_only_where_masks_are_built(compiled, monkeypatch, case
     """The metadata builder, made after the layers, asks for the model's dimensions."""
     config = served.server_config(**(CAN | CANNOT)[case])
     load(config, monkeypatch)
-    assert warmup_module().masked_mha_is_ruled_out() is (case in CANNOT)
-    if case in CANNOT:
-        assert not sparse_mla_attention._is_masked_mha_available(
-            128, 512, 128, 64, 128, "auto"
-        )
+    # What the builder asks decides alone: the device and its FA4 would do.
+    monkeypatch.setattr(
+        sparse_mla_attention,
+        "current_platform",
+        SimpleNamespace(is_device_capability_family=lambda family: family == 100),
+    )
+    monkeypatch.setattr(
+        sparse_mla_attention, "get_flash_attn_version", lambda **kwargs: 4
+    )
+    available = sparse_mla_attention._is_masked_mha_available
+    assert available(128, 512, 128, 64, 128, "auto") is (case in CAN)
 
 
 def test_layers_are_available_while_the_model_is_built(monkeypatch):

@@ -12,12 +12,12 @@ import itertools
 import math
 import weakref
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 from vllm.model_executor.kernels.attention.dsa.topk_mask import (
     TOPK_MASK_ALIGN_BYTES,
@@ -29,8 +29,6 @@ from vllm.model_executor.layers.attention import (
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBaseImpl,
     MLACommonPrefillMetadata,
-    accumulate_mla_context_chunk,
-    init_mla_context_partial,
 )
 from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
     check_kv_cache,
@@ -465,92 +463,64 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         self,
         q: torch.Tensor,
         kv_c_and_k_pe_cache: torch.Tensor,
-        prefill_metadata: MLACommonPrefillMetadata,
+        attn_metadata: _upstream.T,
         k_scale: torch.Tensor,
         topk: torch.Tensor,
         whole_mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the cached context, one workspace-sized chunk after another."""
+        """Attend to the cached context, one workspace-sized chunk after another.
+
+        Dense MHA's own walk over the chunks, with masked attention as its backend.
+        """
         if self.dcp_world_size > 1:
             raise NotImplementedError(
                 "masked MHA with context does not support decode context parallelism"
             )
-        chunked_context = prefill_metadata.chunked_context
-        assert chunked_context is not None
-        workspace = chunked_context.workspace
-        # FA4 has kernels of its own for short queries. A chunk's longest query may be
-        # short where the batch's is not, and would compile them while serving.
-        max_query_len = prefill_metadata.max_query_len
-        output: torch.Tensor | None = None
-        output_lse: torch.Tensor | None = None
-        for chunk in chunked_context.chunks:
-            num_tokens = chunk.num_context_tokens
-            tokens = chunk.token_slice
-            # A request without query tokens has nothing to attend or merge with, and
-            # the kernels refuse to be launched over no rows.
-            if tokens.start == tokens.stop:
-                continue
-            if chunk.continuation_token_end == tokens.start:
-                chunk = replace(chunk, is_continuation=False)
-            rows = dict(
-                src_cache=kv_c_and_k_pe_cache,
-                block_table=prefill_metadata.block_table[chunk.request_slice],
-                seq_starts=chunk.starts,
-            )
-            if self.kv_cache_dtype == "fp8_ds_mla":
-                ops.cp_gather_and_upconvert_fp8_kv_cache(
-                    dst=workspace[:num_tokens],
-                    workspace_starts=chunk.cu_seq_lens,
-                    batch_size=chunk.num_requests,
-                    **rows,
-                )
-            else:
-                ops.gather_and_maybe_dequant_cache(
-                    dst=workspace,
-                    cu_seq_lens=chunk.cu_seq_lens,
-                    token_to_seq=chunk.token_to_seq,
-                    num_tokens=num_tokens,
-                    kv_cache_dtype=self.kv_cache_dtype,
-                    scale=k_scale,
-                    **rows,
-                )
-            latents = workspace[:num_tokens]
-            k, v = self._project_kv(
-                latents[:, : self.kv_lora_rank],
-                latents[:, self.kv_lora_rank :].unsqueeze(1),
-            )
-            mask, key_starts = self._range_topk_mask(
-                whole_mask, topk, prefill_metadata, chunk
-            )
-            attn_out, lse = self._run_masked_mha(
-                q=q[tokens],
+        prefill = attn_metadata.prefill
+        context = prefill.chunked_context
+        # A request without query tokens has nothing to attend or merge with, and the
+        # kernels refuse to be launched over no rows.
+        chunks = [
+            replace(chunk, is_continuation=False)
+            if chunk.continuation_token_end == chunk.token_slice.start
+            else chunk
+            for chunk in context.chunks
+            if chunk.token_slice.start < chunk.token_slice.stop
+        ]
+        if not chunks:
+            # Only requests without query tokens have context: partials of no weight.
+            num_queries, num_heads, _ = q.shape
+            output = q.new_zeros(num_queries, num_heads, self.v_head_dim)
+            lse = q.new_full((num_heads, num_queries), -math.inf, dtype=torch.float32)
+            return output, lse
+
+        def attend(chunk, q, k, v):
+            mask, key_starts = self._range_topk_mask(whole_mask, topk, prefill, chunk)
+            return self._run_masked_mha(
+                q=q,
                 k=k,
                 v=v,
                 cu_seqlens_q=chunk.query_start_loc,
                 cu_seqlens_k=chunk.cu_seq_lens,
-                max_seqlen_q=max_query_len,
+                # FA4 has kernels of its own for short queries. A chunk's longest query
+                # may be short where the batch's is not, and would compile them while
+                # serving.
+                max_seqlen_q=prefill.max_query_len,
                 max_seqlen_k=chunk.max_seq_len,
                 mask=mask,
                 causal=False,
                 key_starts=key_starts,
                 return_softmax_lse=True,
             )
-            if output is None:
-                single = len(chunked_context.chunks) == 1
-                if single and not chunked_context.empty_token_slices:
-                    return attn_out, lse
-                output, output_lse = init_mla_context_partial(
-                    chunked_context, attn_out, lse, num_tokens=q.shape[0]
-                )
-            accumulate_mla_context_chunk(chunk, attn_out, lse, output, output_lse)
-        if output is None or output_lse is None:
-            # Only requests without query tokens have context: partials of no weight.
-            num_queries, num_heads, _ = q.shape
-            output = q.new_zeros(num_queries, num_heads, self.v_head_dim)
-            output_lse = q.new_full(
-                (num_heads, num_queries), -math.inf, dtype=torch.float32
-            )
-        return output, output_lse
+
+        walked = replace(
+            prefill,
+            chunked_context=replace(context, chunks=chunks),
+            prefill_backend=SimpleNamespace(run_prefill_context_chunk=attend),
+        )
+        return self._compute_prefill_context(
+            q, kv_c_and_k_pe_cache, replace(attn_metadata, prefill=walked), k_scale
+        )
 
     def forward_mha(  # type: ignore[override]
         self,
@@ -631,7 +601,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             **suffix, mask=suffix_mask, key_starts=key_starts, return_softmax_lse=True
         )
         context_output, context_lse = self._compute_context_mha(
-            q, kv_c_and_k_pe_cache, prefill, k_scale, topk, mask
+            q, kv_c_and_k_pe_cache, attn_metadata, k_scale, topk, mask
         )
         merge_attn_states(
             output=attn_out,
