@@ -81,15 +81,18 @@ def test_written_rows_are_read_within_half_a_step(kv_cache_dtype):
     relative, smallest = ROUNDING[kv_cache_dtype]
     if kv_cache_dtype == "fp8_ds_mla":
         assert torch.equal(found[:, 512:], exact[:, 512:])
-        tiles = exact[:, :512].unflatten(-1, (4, 128))
-        scales = tiles.abs().amax(-1).div(448).clamp_min(1e-4).repeat_interleave(128, 1)
+        scales = kv_cache.ds_mla_scales(rows)
         found, exact = found[:, :512], exact[:, :512]
+        largest = exact.unflatten(-1, (4, 128)).abs().amax(-1).repeat_interleave(128, 1)
+        assert torch.equal(scales.log2(), scales.log2().round())
+        assert (largest <= 448 * scales).all()
+        assert ((largest > 224 * scales) | (scales == 2.0**-13)).all()
     else:
         scales = SCALE.double()
         top = torch.finfo(FLAT.get(kv_cache_dtype, torch.float8_e4m3fn)).max
         exact = exact.clamp(-top * scales, top * scales)
     step = torch.maximum(relative * exact.abs(), smallest * scales)
-    # Scales are float32.
+    # A scale is a float32, and so is the quotient by one.
     assert ((found - exact).abs() <= step * (1 + 2.0**-20)).all()
     assert ((found - exact).abs() > step / 4).any()
 

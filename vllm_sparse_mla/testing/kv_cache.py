@@ -92,6 +92,12 @@ def read_latents(
     return torch.cat((nope.flatten(-2), rope), dim=-1)
 
 
+def ds_mla_scales(rows: torch.Tensor) -> torch.Tensor:
+    """The scale of each NoPE value of `fp8_ds_mla` rows: float64 `[..., 512]`."""
+    scales = rows[..., 512:528].contiguous().view(torch.float32).double()
+    return scales.repeat_interleave(_DS_MLA_TILES[1], dim=-1)
+
+
 def write_latents(
     latents: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor
 ) -> torch.Tensor:
@@ -113,6 +119,7 @@ def write_latents(
     tiles = nope.float().unflatten(-1, _DS_MLA_TILES)
     top = torch.finfo(torch.float8_e4m3fn).max
     scales = (tiles.abs().amax(dim=-1, keepdim=True) / top).clamp_min(1e-4)
+    scales = scales.log2().ceil().exp2()  # vLLM takes powers of two
     codes = _to_fp8(tiles / scales, torch.float8_e4m3fn).flatten(-2)
     parts = (codes, scales.squeeze(-1), rope.contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
