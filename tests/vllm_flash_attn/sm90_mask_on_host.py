@@ -65,10 +65,11 @@ class Case:
     reserved_word: bool = False
 
 
-# A row of 8 words holds 256 keys, one of 16 holds 512, 480 beside a reserved word.
+# A row of 8 words holds 256 keys, one of 16 holds 512, 480 beside a reserved word. The
+# last row of the storage is a full one, beside the forbidden page.
 CASES = {
     "dense-128": Case("dense", 128, 8, (256, 1, 0, 129, 128)),
-    "dense-80": Case("dense", 80, 8, (256, 80, 0, 81, 1, 160)),
+    "dense-80": Case("dense", 80, 8, (80, 0, 81, 1, 160, 256)),
     "offset-128": Case("offset_dense", 128, 16, (300, 475, 0, 1), (37, 37, 64, 511)),
     "offset-80": Case("offset_dense", 80, 16, (300, 475, 0, 80), (96, 37, 64, 1)),
     "reserved-word-128": Case(
