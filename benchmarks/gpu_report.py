@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Run the GPU tests and every benchmark on the GPU that is here; make a page of them.
 
-    python3 benchmarks/gpu_report.py                     # all, some 15 minutes
+    python3 benchmarks/gpu_report.py                     # all
     python3 benchmarks/gpu_report.py --only mask tests   # these steps alone
 
 Each step writes ``report-STEP-GPU.csv``. The page, ``report-GPU.md``, begins as a copy
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from bench_common import on_sm90, require_gpu, save_csv
+from result_tables import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -125,15 +126,23 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tag = gpu_tag(torch.cuda.get_device_name())
     page = begin_page(args.out, tag)
+    ran_file = args.out / f"report-steps-{tag}.csv"
+    earlier = read_rows([ran_file]) if ran_file.exists() else []
+    ran = {row["step"]: row for row in earlier}
     failed = []
     for name, command in steps(on_sm90()).items():
         if args.only and name not in args.only:
             continue
         start = time.monotonic()
         print(f"== {name}: {' '.join(command)}", flush=True)
-        if not run_step(name, command, args.out / f"report-{name}-{tag}.csv"):
+        succeeded = run_step(name, command, args.out / f"report-{name}-{tag}.csv")
+        if not succeeded:
             failed.append(name)
-        print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+        seconds = round(time.monotonic() - start)
+        outcome = "succeeded" if succeeded else "failed"
+        ran[name] = {"step": name, "outcome": outcome, "seconds": seconds}
+        save_csv(ran_file, list(ran.values()))
+        print(f"== {name}: {outcome} in {seconds} s", flush=True)
     # Not before: a machine that only measures needs no cogapp until here.
     from render_results import render
 

@@ -244,6 +244,13 @@ def tests(rows: Rows) -> str:
     return markdown([{name: row[name] for name in names} for row in rows])
 
 
+def ran(rows: Rows) -> str:
+    """The steps of a GPU report, whether they succeeded, and how long they took."""
+    return markdown(
+        [{name: row[name] for name in ("step", "outcome", "seconds")} for row in rows]
+    )
+
+
 def layer_errors(rows: Rows) -> str:
     """Errors against the float64 oracle, over each group of scenarios."""
     frame = pd.DataFrame([r for r in rows if r["kind"] in ("float64", "remainder")])

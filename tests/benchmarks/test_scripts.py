@@ -5,6 +5,7 @@
 import csv
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,20 @@ def test_the_gpu_report_needs_a_gpu(run):
 )
 def test_a_gpu_names_its_page(name, tag):
     assert gpu_report.gpu_tag(name) == tag
+
+
+def test_a_step_that_fails_is_named_and_the_others_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_report, "require_gpu", lambda: None)
+    monkeypatch.setattr(gpu_report, "on_sm90", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    monkeypatch.setattr(gpu_report, "run_step", lambda name, *rest: name != "mask")
+    command = ["gpu_report.py", "--out", str(tmp_path), "--only", "mask", "first-call"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="^failed: mask$"):
+        gpu_report.main()
+    page = (tmp_path / "report-h100.md").read_text()
+    ran = re.findall(r"^\| (mask|first-call) +\| +(\w+) \|", page, re.M)
+    assert ran == [("mask", "failed"), ("first-call", "succeeded")]
 
 
 def test_outcomes_are_counted_by_file(tmp_path):
