@@ -133,8 +133,24 @@ def _with_digest_of_edits(call: cst.Call) -> cst.Call:
     return call.with_changes(args=[cst.Arg(cst.SimpleString(f'b"{digest}"'))])
 
 
+def _ask_layer(call: cst.Call) -> cst.Call:
+    """What the table admits goes through a question to the layer."""
+    asked = cst.ensure_type(
+        cst.parse_expression("self.impl.masked_mha_pays(self, attn_metadata, x)"),
+        cst.Call,
+    )
+    return asked.with_deep_changes(asked.args[-1], value=call)
+
+
 #: Edits by module.
 EDITS: dict[str, tuple[Edit, ...]] = {
+    "vllm.model_executor.layers.attention.mla_attention": (
+        Edit(
+            "MLAAttention._use_sparse_mha",
+            m.SaveMatchedNode(m.Call(m.Name("_use_masked_mha")), CHANGED),
+            _ask_layer,
+        ),
+    ),
     "vllm.vllm_flash_attn.cute.flash_fwd_sm100": (
         Edit(
             "FlashAttentionForwardSm100.softmax_loop",

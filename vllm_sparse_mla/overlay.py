@@ -128,13 +128,13 @@ def _source(module: ModuleType) -> str:
 class _EditingLoader(ExecutionLoader):
     """Loads upstream's file with edits.
 
-    No file lies where the module says that it comes from, so whoever asks for its
-    source (tracebacks, the CuTe DSL) gets the edited text from here. The name tells
-    different texts apart for those that key a cache by it. No bytecode is stored: it
-    would be taken for upstream's.
+    Unless the module keeps upstream's name (``guard.EditedFile``), no file lies where
+    it says that it comes from, so whoever asks for its source (tracebacks, the CuTe
+    DSL) gets the edited text from here. The name tells different texts apart for those
+    that key a cache by it. No bytecode is stored: it would be taken for upstream's.
     """
 
-    def __init__(self, name: str, path: Path):
+    def __init__(self, name: str, path: Path, keeps_name: bool = False):
         # Now, while vLLM can still be left as it is.
         if find_spec("libcst") is None:
             raise ModuleNotFoundError(
@@ -142,6 +142,7 @@ class _EditingLoader(ExecutionLoader):
             )
         self._name = name
         self._path = path
+        self._keeps_name = keeps_name
 
     @cached_property
     def _text(self) -> str:
@@ -159,6 +160,8 @@ class _EditingLoader(ExecutionLoader):
         return self._text
 
     def get_filename(self, fullname: str) -> str:
+        if self._keeps_name:
+            return str(self._path)
         digest = hashlib.sha256(self._text.encode()).hexdigest()
         return str(self._path.with_suffix(f".edited-{digest[:12]}.py"))
 
@@ -194,7 +197,9 @@ class OverlayFinder(MetaPathFinder):
         for file in files:
             if isinstance(file, EditedFile):
                 path = package_dir / file.path_in_package
-                self._loaders[file.module] = _EditingLoader(file.module, path)
+                self._loaders[file.module] = _EditingLoader(
+                    file.module, path, file.keeps_name
+                )
                 continue
             path = root / file.path
             if not path.is_file():

@@ -41,7 +41,7 @@ def probe_environment(
         folder: Gets the entry point and the files of records.
         ranks: Tensor-parallel ranks that the dispatch is told of.
         all_lengths: Where masked MHA is available, every prefill longer than the
-            top-k takes it, whatever the table of measured lengths says.
+            top-k takes it, whatever the table or the estimate says.
     """
     dist_info = folder / "plugin" / _DIST_INFO
     dist_info.mkdir(parents=True, exist_ok=True)
@@ -119,6 +119,8 @@ def register() -> None:
 
         def use_masked_mha(**kwargs):
             return True
+
+        impl.masked_mha_pays = lambda *args: True
 
     mla_attention._use_masked_mha = use_masked_mha
 

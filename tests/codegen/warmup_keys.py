@@ -193,7 +193,6 @@ def main(arch: str, servers: dict, sabotage: list[str]) -> None:
     package = install_parent_module()
     put_overlay_in_force()
     from vllm.model_executor.layers.attention import (
-        mla_attention,
         sparse_mla_attention,
         sparse_mla_sm90,
     )
@@ -206,9 +205,7 @@ def main(arch: str, servers: dict, sabotage: list[str]) -> None:
         is_device_capability_family=lambda asked: asked == family
     )
     if family == 90:
-        mla_attention._MASKED_MHA_THRESHOLDS = (
-            sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS
-        )
+        sparse_mla_sm90._opted_in = lambda: True
     # A fake tensor has no address to check.
     sparse_mla_attention._check_topk_mask_storage = lambda mask: None
     result = {}

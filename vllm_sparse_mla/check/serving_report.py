@@ -5,7 +5,11 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm.model_executor.layers.attention import mla_attention, sparse_mla_sm90
+from vllm.model_executor.layers.attention import (
+    mla_attention,
+    sparse_mla_estimate,
+    sparse_mla_sm90,
+)
 from vllm.model_executor.layers.attention import sparse_mla_attention as layer_module
 from vllm.model_executor.layers.attention.sparse_mla_kv_cache import halve_lengths
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
@@ -14,6 +18,7 @@ from vllm_sparse_mla.check.launch import Launch, LaunchRefused, resolve_launch
 
 # Its prefill batches run on the other's kernel, so vLLM gives it the other's rows.
 _SHARED_ROWS = {"FLASH_ATTN_MLA_SPARSE_FA4": "FLASHINFER_MLA_SPARSE"}
+_SEQ_LENS = (4096, 8192, 16384, 32768, 65536)
 _QUERY_LENS = (1024, 2048, 4096, 8192, 16384)
 _BATCH_SIZES = (1, 2, 4, 8)
 
@@ -103,18 +108,44 @@ def _admitted(
     return tuple(admitted)
 
 
+def _estimated(
+    launch: Launch, tensor_parallel_size: int
+) -> tuple[tuple[LengthRange, ...], tuple[LengthRange, ...]]:
+    """The same by the estimate, for a request alone in its step.
+
+    With a context, for sequences of some lengths, and from which query length on.
+    """
+    heads, _, nope, rope, v_head_dim = launch.dims
+    estimate = sparse_mla_sm90.prefill_estimate(
+        nope + rope,
+        v_head_dim,
+        launch.backend,
+        launch.kv_cache_dtype,
+        heads // tensor_parallel_size,
+        launch.index_topk,
+    )
+    if estimate is None:
+        return (), ()
+    whole = sparse_mla_estimate.whole_prompts(estimate, _SEQ_LENS[-1])
+    context = []
+    for seq_len in _SEQ_LENS:
+        parts = sparse_mla_estimate.last_parts(estimate, seq_len)
+        if parts and parts[-1][1] == seq_len - 1:
+            context.append(LengthRange(seq_len, seq_len, parts[-1][0]))
+    return tuple(LengthRange(*lengths, 0) for lengths in whole), tuple(context)
+
+
 def _thresholds(
     launch: Launch, tensor_parallel_size: int, sm90: bool
 ) -> tuple[tuple[LengthRange, ...], tuple[LengthRange, ...]]:
     """Lengths of whole prompts, and of prefills with a context, that are admitted."""
     _, _, nope, rope, v_head_dim = launch.dims
     if sm90:
-        table, backend = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS, launch.backend
-    else:
-        table = mla_attention._MASKED_MHA_THRESHOLDS
-        if is_quantized_kv_cache(launch.kv_cache_dtype):
-            table = halve_lengths(table)
-        backend = _SHARED_ROWS.get(launch.backend, launch.backend)
+        return _estimated(launch, tensor_parallel_size)
+    table = mla_attention._MASKED_MHA_THRESHOLDS
+    if is_quantized_kv_cache(launch.kv_cache_dtype):
+        table = halve_lengths(table)
+    backend = _SHARED_ROWS.get(launch.backend, launch.backend)
     sizes = table.get((nope + rope, v_head_dim), {}).get(backend, {})
     whole, context = sizes.get(tensor_parallel_size, ((), ()))
     return (

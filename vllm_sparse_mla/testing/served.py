@@ -70,6 +70,9 @@ def server_config(
         impl.scale = (nope + rope) ** -0.5
         impl.dcp_world_size = dcp_world_size
         impl.kv_cache_dtype = "auto"
+        impl.num_heads = heads // tensor_parallel_size
+        impl.qk_head_dim = nope + rope
+        impl.v_head_dim = v
         impl.masked_mha_available = True
         layer = MLAAttention.__new__(MLAAttention)
         vars(layer).update(
@@ -96,14 +99,20 @@ def takes_masked_mha(layer, query_lens: list[int], seq_len: int) -> bool:
 
     context = None
     if seq_len > max(query_lens):
-        context = SimpleNamespace(chunks=[SimpleNamespace(max_seq_len=1)])
+        context = SimpleNamespace(
+            chunks=[SimpleNamespace(max_seq_len=1)],
+            context_lens_list=[seq_len - query_len for query_len in query_lens],
+        )
     words = sparse_mla_attention.GLOBAL_TOPK_MASK_MAX_BYTES // 4
     prefill = SimpleNamespace(
         max_query_len=max(query_lens),
-        query_lens_cpu=query_lens,
+        query_lens_cpu=torch.tensor(query_lens),
         chunked_context=context,
         use_dense_mha=False,
         topk_mask_workspace=torch.empty(words, dtype=torch.int32, device="meta"),
     )
-    metadata = SimpleNamespace(prefill=prefill, prefill_max_seq_len=seq_len)
+    topk = layer._vllm_config.model_config.hf_text_config.index_topk
+    metadata = SimpleNamespace(
+        prefill=prefill, prefill_max_seq_len=seq_len, topk_tokens=topk
+    )
     return layer._use_sparse_mha(metadata)

@@ -3,10 +3,9 @@
 """Hopper is an explicit opt-in: without the switch nothing changes.
 
 Contract: ``VLLM_SPARSE_MLA_SM90=1`` on SM90, and nothing else, turns masked MHA on
-there and replaces vLLM's table of prefill thresholds. The device is faked.
+there; the estimate decides in place of vLLM's table. The device is faked.
 """
 
-import copy
 import sys
 from types import SimpleNamespace
 
@@ -17,8 +16,17 @@ from vllm.model_executor.layers.attention import mla_attention, sparse_mla_atten
 
 try:
     from vllm.model_executor.layers.attention import sparse_mla_sm90
+    from vllm.model_executor.layers.attention.sparse_mla_estimate import (
+        PrefillEstimate,
+        last_parts,
+        make_estimate,
+        whole_prompts,
+    )
+    from vllm.model_executor.layers.attention.sparse_mla_h200 import COSTS
 except ImportError:  # stock: every test here fails, as marked
     sparse_mla_sm90 = None
+
+from vllm_sparse_mla.testing import served
 
 pytestmark = pytest.mark.stock_fails("stock has no opt-in for SM90")
 
@@ -30,24 +38,9 @@ DEEPSEEK_DIMS = (128, 512, 128, 64, 128)
 GLM_DIMS = (64, 512, 192, 64, 256)
 
 
-# Shaped as vLLM's, whose own table a layer of this process may have replaced.
-SM100_TABLE = {
-    (192, 128): {
-        "FLASHMLA_SPARSE": {1: (((2048, 512), (4096, 1024)), None)},
-        "FLASHINFER_MLA_SPARSE": {8: (((2048, 512),), None)},
-    },
-    (256, 256): {"FLASHMLA_SPARSE": {1: (((8192, 0),), ())}},
-    (320, 128): {"FLASHMLA_SPARSE": {1: (((1024, 0),), ())}},
-}
-
-
 @pytest.fixture
 def on_device(monkeypatch):
     """Return a function that fakes the device's family, the switch and FA4's branch."""
-    monkeypatch.setattr(
-        mla_attention, "_MASKED_MHA_THRESHOLDS", copy.deepcopy(SM100_TABLE)
-    )
-    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", int)
 
     def fake(family: int, switch: str | None, fa4_mask=PACKED) -> None:
         sparse_mla_sm90._opted_in.cache_clear()
@@ -87,11 +80,7 @@ def on_device(monkeypatch):
 def test_only_the_switch_on_sm90_changes_anything(on_device, family, switch, enabled):
     on_device(family, switch)
 
-    sparse_mla_sm90.install_sm90_thresholds()
-
     assert sparse_mla_sm90.sm90_masked_mha_enabled() is enabled
-    changed = mla_attention._MASKED_MHA_THRESHOLDS != SM100_TABLE
-    assert changed is enabled
     available = sparse_mla_attention._is_masked_mha_available(*DEEPSEEK_DIMS, "auto")
     assert available is (enabled or family == 100)
 
@@ -106,10 +95,8 @@ def test_without_the_packed_branch_the_switch_warns_and_does_nothing(
     monkeypatch.setattr(
         sparse_mla_sm90.logger, "warning", lambda msg, *args: warned.append(msg % args)
     )
-    sparse_mla_sm90.install_sm90_thresholds()
     assert not sparse_mla_sm90.sm90_masked_mha_enabled()
     assert not sparse_mla_attention._is_masked_mha_available(*DEEPSEEK_DIMS, "auto")
-    assert mla_attention._MASKED_MHA_THRESHOLDS == SM100_TABLE
     (line,) = warned
     assert "masked MHA stays off" in line
 
@@ -150,77 +137,152 @@ def test_fa4_takes_the_front_of_a_callback_on_sm90_alone(
     assert sparse_mla_mask.mask_mod_for(offset) == expected
 
 
-def test_no_row_measured_on_sm100_is_left(on_device):
-    on_device(90, "1")
-    sparse_mla_sm90.install_sm90_thresholds()
-    sparse_mla_sm90.install_sm90_thresholds()
-    table = mla_attention._MASKED_MHA_THRESHOLDS
-    assert table == sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS
-    assert set(table) == {(192, 128), (256, 256)}
-    for backends in table.values():
-        assert set(backends) == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
-        assert all(set(sizes) == {1, 2, 4, 8} for sizes in backends.values())
+@pytest.fixture
+def long_batch():
+    """One new prompt beside continuations over a long context."""
+    return make_metadata([16, 16, 4096], [14000, 14000, 0])
 
 
-@pytest.mark.parametrize("switch", ["1", None], ids=["opted-in", "default"])
-def test_a_layer_that_is_loaded_installs_them(on_device, monkeypatch, switch):
-    on_device(90, switch)
-    monkeypatch.setattr(sparse_mla_attention, "prepare_masked_mha", bool)
-    cls = sparse_mla_attention.SparseMLACommonImpl
-    impl = cls.__new__(cls)
-    impl.masked_mha_available = True
-    impl.kv_cache_dtype = "auto"
-    impl.process_weights_after_loading(torch.bfloat16)
-    expected = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS if switch else SM100_TABLE
-    assert expected == mla_attention._MASKED_MHA_THRESHOLDS
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("backend", ["FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"])
-@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
-def test_thresholds_decide_through_upstreams_function(on_device, dims, backend, size):
-    on_device(90, "1")
-    sparse_mla_sm90.install_sm90_thresholds()
-    pure, context = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS[dims][backend][size]
-
-    def use(query_len: int, seq_len: int, has_context: bool) -> bool:
-        return mla_attention._use_masked_mha(
-            backend_name=backend,
-            tensor_parallel_size=size,
-            qk_head_dim=dims[0],
-            v_head_dim=dims[1],
-            query_len=query_len,
-            seq_len=seq_len,
-            has_context=has_context,
+def make_metadata(query_lens, context_lens, topk=2048):
+    context = None
+    if any(context_lens):
+        context = SimpleNamespace(
+            context_lens_list=context_lens, chunks=[SimpleNamespace(max_seq_len=1)]
         )
+    prefill = SimpleNamespace(
+        query_lens_cpu=torch.tensor(query_lens),
+        max_query_len=max(query_lens),
+        chunked_context=context,
+        use_dense_mha=False,
+        topk_mask_workspace=torch.empty(1 << 40, dtype=torch.int32, device="meta"),
+    )
+    longest = max(map(sum, zip(query_lens, context_lens)))
+    return SimpleNamespace(
+        prefill=prefill, prefill_max_seq_len=longest, topk_tokens=topk
+    )
 
-    for ranges, has_context in ((pure, False), (context, True)):
-        if ranges is None:
-            ranges = pure
-        assert list(ranges) == sorted(ranges), "lengths must ascend"
-        for max_len, min_query in ranges:
-            assert use(max(min_query, 1), max_len, has_context)
-            assert min_query <= 1 or not use(min_query - 1, max_len, has_context)
-        longest = ranges[-1][0] if ranges else 0
-        assert not use(longest + 1, longest + 1, has_context)
+
+def make_layer(**options):
+    (layer,) = served.layers_of(served.server_config(**options))
+    return layer
 
 
-def test_a_log_line_names_the_lengths(on_device, monkeypatch):
+@pytest.mark.parametrize("backend", ["FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"])
+@pytest.mark.parametrize("model", ["deepseek", "glm"])
+@pytest.mark.parametrize("size", [1, 2, 8, 16])
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens"),
+    [
+        ([2500], [0]),
+        ([16384], [0]),
+        ([4096], [4096]),
+        ([4096], [60000]),
+        ([16] * 30 + [4096], [14000] * 30 + [0]),
+        ([256] * 16, [8192] * 16),
+    ],
+    ids=["short", "long", "chunk", "late-chunk", "continuations", "suffixes"],
+)
+def test_the_shorter_estimate_decides(
+    on_device, model, backend, size, query_lens, context_lens
+):
     on_device(90, "1")
+    layer = make_layer(model=model, backend=backend, tensor_parallel_size=size)
+    dims = (layer.impl.qk_head_dim, layer.impl.v_head_dim)
+    heads = layer.impl.num_heads
+    estimate = make_estimate(COSTS, *dims, backend, "auto", heads, 2048)
+    masked, sparse = estimate.microseconds(
+        query_lens, context_lens, int(any(context_lens))
+    )
+    taken = layer._use_sparse_mha(make_metadata(query_lens, context_lens))
+    assert taken is (masked < sparse)
+
+
+def test_batches_of_one_length_go_both_ways(on_device, long_batch):
+    """The longest query and the longest sequence, by which vLLM decides, are alike."""
+    on_device(90, "1")
+    layer = make_layer(backend="FLASH_ATTN_MLA_SPARSE")
+    assert layer._use_sparse_mha(long_batch)
+    many = make_metadata([16] * 16 + [4096], [14000] * 16 + [0])
+    assert not layer._use_sparse_mha(many)
+
+
+@pytest.mark.parametrize("topk", [512, 1024])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_other_topks_and_sizes_get_an_answer(on_device, topk, size):
+    on_device(90, "1")
+    layer = make_layer(backend="FLASH_ATTN_MLA_SPARSE", tensor_parallel_size=size)
+    answers = {
+        layer._use_sparse_mha(make_metadata([n], [0], topk)) for n in (2500, 500_000)
+    }
+    assert answers == {True, False}
+
+
+def test_a_step_is_estimated_once(on_device, monkeypatch, long_batch):
+    on_device(90, "1")
+    asked = []
+    ask = PrefillEstimate.microseconds
     monkeypatch.setattr(
-        "vllm.distributed.get_tensor_model_parallel_world_size", lambda: 8
+        PrefillEstimate,
+        "microseconds",
+        lambda self, *lens: asked.append(lens) or ask(self, *lens),
     )
-    line = sparse_mla_sm90.describe_sm90_thresholds(8)
-    seen = []
+    layers = [make_layer(backend="FLASH_ATTN_MLA_SPARSE") for _ in range(3)]
+    assert all(layer._use_sparse_mha(long_batch) for layer in layers)
+    assert len(asked) == 1
+    # Another backend's is another question.
+    make_layer(backend="FLASHMLA_SPARSE")._use_sparse_mha(long_batch)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("family", "switch"), [(100, "1"), (100, None), (90, None)])
+def test_elsewhere_vllms_table_decides(on_device, monkeypatch, family, switch):
+    on_device(family, switch)
+    layer = make_layer(tensor_parallel_size=1)
+    for admitted in (True, False):
+        monkeypatch.setattr(mla_attention, "_use_masked_mha", lambda **_: admitted)  # noqa: B023
+        assert layer._use_sparse_mha(make_metadata([4096], [0])) is admitted
+
+
+@pytest.mark.parametrize(
+    "backend", ["FLASHINFER_MLA_SPARSE_SM90", "FLASHINFER_MLA_SPARSE"]
+)
+def test_what_was_not_measured_stays_with_sparse_mqa(on_device, monkeypatch, backend):
+    on_device(90, "1")
+    sparse_mla_sm90.prefill_estimate.cache_clear()
+    warned = []
     monkeypatch.setattr(
-        sparse_mla_sm90.logger, "info_once", lambda msg, *args: seen.append(msg % args)
+        sparse_mla_sm90.logger, "warning", lambda msg, *args: warned.append(msg % args)
     )
-    sparse_mla_sm90.install_sm90_thresholds()
-    assert len(seen) == 1 and seen[0].endswith(line)
-    longest = sparse_mla_sm90.SM90_MASKED_MHA_THRESHOLDS[192, 128][
-        "FLASH_ATTN_MLA_SPARSE"
-    ][8][0][-1][0]
-    assert f"FLASH_ATTN_MLA_SPARSE at 192/128: to {longest} tokens" in line
-    assert "nothing at tensor parallel size 3" in (
-        sparse_mla_sm90.describe_sm90_thresholds(3)
+    monkeypatch.setattr(mla_attention, "_use_masked_mha", lambda **_: True)
+    layer = make_layer(backend=backend)
+    for _ in range(2):
+        assert not layer._use_sparse_mha(make_metadata([4096], [0]))
+    (line,) = warned
+    assert "no coefficients of NVIDIA H200" in line and backend in line
+
+
+def test_lengths_that_make_no_sense_stay_with_sparse_mqa(on_device, monkeypatch):
+    on_device(90, "1")
+    warned = []
+    monkeypatch.setattr(
+        sparse_mla_sm90.logger,
+        "warning_once",
+        lambda msg, *args: warned.append(msg % args),
     )
+    metadata = make_metadata([4096], [-4])
+    assert not make_layer()._use_sparse_mha(metadata)
+    assert len(warned) == 1 and "negative lengths" in warned[0]
+
+
+def test_a_log_line_names_the_lengths(on_device):
+    on_device(90, "1")
+    estimate = make_estimate(COSTS, 192, 128, "FLASH_ATTN_MLA_SPARSE", "auto", 16, 2048)
+    line = sparse_mla_sm90.describe_estimate(estimate, 163840)
+    ((first, last),) = whole_prompts(estimate, 163840)
+    assert f"whole prompts of {first} to {last} tokens" in line
+    (few, most), *_ = last_parts(estimate, 8192)
+    assert f"the last {few} to {most} of 8192 tokens" in line
+    assert "NVIDIA H200, with 16 heads and a top-k of 2048" in line
+    # A server's longest sequence bounds what is said.
+    line = sparse_mla_sm90.describe_estimate(estimate, 4096)
+    assert "2049 to 4096 tokens" in line and "8192" not in line

@@ -231,6 +231,7 @@ def uses_mha(*, available=True, force_mqa=False, fits=True, **changes):
             masked_mha_available=available,
             dcp_world_size=1,
             masked_mha_workspace_fits=lambda prefill: fits,
+            masked_mha_pays=lambda layer, metadata, admitted: admitted,
         ),
         attn_backend=SimpleNamespace(get_name=lambda: "FLASHMLA_SPARSE"),
         _vllm_config=SimpleNamespace(
@@ -280,6 +281,7 @@ def test_layer_and_builder_may_differ(monkeypatch, layer_may, builder_has_worksp
     impl = SimpleNamespace(
         masked_mha_available=layer_may,
         dcp_world_size=1,
+        masked_mha_pays=lambda layer, metadata, admitted: admitted,
         masked_mha_workspace_fits=(
             sparse_mla_attention.SparseMLACommonImpl.masked_mha_workspace_fits
         ),

@@ -113,7 +113,7 @@ def test_halved_lengths_are_installed_once_with_a_warning(monkeypatch, caplog):
 
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "on_sm90", "expected"),
-    [("auto", False, None), ("fp8", False, "halved"), ("fp8_ds_mla", True, "sm90")],
+    [("auto", False, None), ("fp8", False, "halved"), ("fp8_ds_mla", True, None)],
 )
 def test_which_thresholds_a_loaded_layer_installs(
     monkeypatch, kv_cache_dtype, on_sm90, expected
@@ -122,7 +122,6 @@ def test_which_thresholds_a_loaded_layer_installs(
 
     installed = []
     for name, value in (
-        ("install_sm90_thresholds", lambda: installed.append("sm90")),
         ("install_quantized_kv_thresholds", lambda: installed.append("halved")),
         ("sm90_masked_mha_enabled", lambda: on_sm90),
         ("prepare_masked_mha", lambda impl: True),

@@ -40,10 +40,6 @@ TABLE = {
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     monkeypatch.setattr(mla_attention, "_MASKED_MHA_THRESHOLDS", TABLE)
-    # On SM90 with the opt-in it would change vLLM's table for the tests to come.
-    monkeypatch.setattr(
-        sparse_mla_attention, "install_sm90_thresholds", lambda: None, raising=False
-    )
 
 
 def warmup_module():

@@ -27,7 +27,9 @@ from vllm.model_executor.layers.attention import (
     _upstream_sparse_mla_attention as _upstream,
 )
 from vllm.model_executor.layers.attention.mla_attention import (
+    MLAAttention,
     MLACommonBaseImpl,
+    MLACommonMetadata,
     MLACommonPrefillMetadata,
 )
 from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
@@ -36,8 +38,9 @@ from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
     kv_cache_refusal,
 )
 from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
-    install_sm90_thresholds,
+    prefill_estimate,
     sm90_masked_mha_enabled,
+    step_pays,
 )
 from vllm.model_executor.layers.attention.sparse_mla_warmup import (
     MASKED_MHA_WARMUP,
@@ -290,11 +293,34 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
         if self.masked_mha_available:
-            if sm90_masked_mha_enabled():
-                install_sm90_thresholds()
-            elif is_quantized_kv_cache(self.kv_cache_dtype):
+            is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+            if is_quantized and not sm90_masked_mha_enabled():
                 install_quantized_kv_thresholds()
             self.masked_mha_available = prepare_masked_mha(self)
+
+    def masked_mha_pays(
+        self, layer: MLAAttention, attn_metadata: MLACommonMetadata, admitted: bool
+    ) -> bool:
+        """Whether masked MHA is the faster way for the prefills of a step.
+
+        Args:
+            layer: whose implementation this is.
+            attn_metadata: the step's.
+            admitted: whether vLLM's table admits the longest lengths, which decides
+                everywhere but on SM90.
+        """
+        prefill = attn_metadata.prefill
+        if prefill.use_dense_mha or not sm90_masked_mha_enabled():
+            return admitted
+        estimate = prefill_estimate(
+            self.qk_head_dim,
+            self.v_head_dim,
+            layer.attn_backend.get_name(),
+            self.kv_cache_dtype,
+            self.num_heads,
+            attn_metadata.topk_tokens,
+        )
+        return estimate is not None and step_pays(prefill, estimate)
 
     @staticmethod
     def masked_mha_workspace_fits(prefill: MLACommonPrefillMetadata) -> bool:

@@ -1,66 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The Hopper opt-in of masked MHA: its switch and its prefill thresholds.
+"""The Hopper opt-in of masked MHA: its switch, and the steps that take it.
 
 Dispatch is SM100-only unless the operator sets ``VLLM_SPARSE_MLA_SM90=1``. Then masked
-MHA is also taken on SM90, for the prefill lengths of the table below.
+MHA is also taken on SM90, by the steps for which it is estimated to be faster.
 """
 
 import functools
+from typing import TYPE_CHECKING
 
 import vllm.envs as envs
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.sparse_mla_estimate import (
+    PrefillEstimate,
+    last_parts,
+    make_estimate,
+    whole_prompts,
+)
+from vllm.model_executor.layers.attention.sparse_mla_h200 import COSTS
 from vllm.platforms import current_platform
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention.mla_attention import (
+        MLACommonPrefillMetadata,
+    )
+
 logger = init_logger(__name__)
-
-_Ranges = tuple[tuple[int, int], ...]
-
-# Shaped as vLLM's table: (qk_head_dim, v_head_dim) -> attention backend -> tensor
-# parallel size -> ranges for a pure prefill and for one with context. A range
-# (max_seq_len, min_query_len) admits queries of at least min_query_len tokens; the
-# first range that holds the sequence decides, and past the last one sparse MQA runs.
-#
-# Derived by benchmark_masked_prefill.py on an H200: where sparse MQA takes at least
-# 1.05 times as long.
-SM90_MASKED_MHA_THRESHOLDS: dict[
-    tuple[int, int], dict[str, dict[int, tuple[_Ranges, _Ranges | None]]]
-] = {
-    (192, 128): {
-        "FLASH_ATTN_MLA_SPARSE": {
-            1: (((8192, 0),), ((4096, 2048),)),
-            2: (((8192, 0),), ((4096, 2048),)),
-            4: (((16384, 0),), ((4096, 1024), (8192, 2048))),
-            8: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 2048))),
-        },
-        "FLASHMLA_SPARSE": {
-            1: (((16384, 0),), ((4096, 1024),)),
-            2: (((16384, 0),), ((4096, 1024),)),
-            4: (((32768, 0),), ((4096, 1024), (8192, 2048), (16384, 8192))),
-            8: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 2048))),
-        },
-    },
-    (256, 256): {
-        "FLASH_ATTN_MLA_SPARSE": {
-            1: (((4096, 0),), ()),
-            2: (((16384, 0),), ((4096, 1024), (8192, 4096))),
-            4: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 4096))),
-            8: (
-                ((32768, 0),),
-                ((4096, 1024), (8192, 1024), (16384, 2048), (32768, 8192)),
-            ),
-        },
-        "FLASHMLA_SPARSE": {
-            1: (((8192, 0),), ((4096, 2048),)),
-            2: (((16384, 0),), ((4096, 1024), (8192, 4096))),
-            4: (((32768, 0),), ((4096, 1024), (8192, 1024), (16384, 4096))),
-            8: (
-                ((32768, 0),),
-                ((4096, 1024), (8192, 1024), (16384, 2048), (32768, 4096)),
-            ),
-        },
-    },
-}
 
 
 @functools.cache
@@ -86,47 +51,74 @@ def sm90_masked_mha_enabled() -> bool:
     return current_platform.is_device_capability_family(90) and _opted_in()
 
 
-def install_sm90_thresholds() -> None:
-    """Make SM90's thresholds the only ones in vLLM's table, and log what is on.
+@functools.cache
+def prefill_estimate(
+    qk_head_dim: int,
+    v_head_dim: int,
+    backend: str,
+    kv_cache_dtype: str,
+    num_heads: int,
+    topk: int,
+) -> PrefillEstimate | None:
+    """What decides on SM90 between masked MHA and sparse MQA, for such a layer.
 
-    vLLM's own rows were measured on SM100, also for backends that SM90 has, so they
-    are replaced and not added to. Does nothing without the opt-in or off SM90; may be
-    called again.
+    Made once a process. None, with a line in the log, where nothing was measured.
+    The arguments are those of ``make_estimate``.
     """
-    if not sm90_masked_mha_enabled():
-        return
-    from vllm.distributed import get_tensor_model_parallel_world_size
-    from vllm.model_executor.layers.attention import mla_attention
+    try:
+        return make_estimate(
+            COSTS, qk_head_dim, v_head_dim, backend, kv_cache_dtype, num_heads, topk
+        )
+    except ValueError as error:
+        logger.warning("Sparse MLA: prefills stay with sparse MQA on SM90: %s", error)
+        return None
 
-    table = mla_attention._MASKED_MHA_THRESHOLDS
-    table.clear()
-    table.update(SM90_MASKED_MHA_THRESHOLDS)
-    logger.info_once(
-        "VLLM_SPARSE_MLA_SM90=1: masked MHA is on for SM90 prefills longer than the "
-        "top-k: %s",
-        describe_sm90_thresholds(get_tensor_model_parallel_world_size()),
+
+def step_pays(prefill: "MLACommonPrefillMetadata", estimate: PrefillEstimate) -> bool:
+    """Whether a step's prefills are faster as masked MHA.
+
+    Estimated by the first layer that asks; the metadata keeps the answer for others.
+    """
+    known = getattr(prefill, "_masked_mha_pays", None)
+    if known is not None and known[0] is estimate:
+        return known[1]
+    queries, context = prefill.query_lens_cpu.numpy(), prefill.chunked_context
+    cached, num_chunks = [0] * len(queries), 0
+    if context is not None:
+        cached, num_chunks = context.context_lens_list, len(context.chunks)
+    try:
+        masked, sparse = estimate.microseconds(queries, cached, num_chunks)
+    except ValueError as error:
+        logger.warning_once("Sparse MLA: a step stays with sparse MQA: %s", error)
+        masked, sparse = 0.0, 0.0
+    logger.debug(
+        "Sparse MLA: prefills of %s new tokens after %s are estimated at %.0f us by "
+        "masked MHA and %.0f us by sparse MQA, a layer",
+        queries,
+        cached,
+        masked,
+        sparse,
+    )
+    prefill._masked_mha_pays = estimate, masked < sparse
+    return masked < sparse
+
+
+def describe_estimate(estimate: PrefillEstimate, longest: int) -> str:
+    """At which lengths a request alone in its step takes masked MHA, for people.
+
+    Args:
+        longest: sequence of the server.
+    """
+    parts = [f"whole prompts of {_describe(whole_prompts(estimate, longest))} tokens"]
+    for seq_len in (8192, 32768):
+        if seq_len <= longest:
+            lengths = _describe(last_parts(estimate, seq_len))
+            parts.append(f"the last {lengths} of {seq_len} tokens")
+    return (
+        f"{', '.join(parts)} (alone in a step, by measurements of {estimate.gpu}, with "
+        f"{estimate.num_heads} heads and a top-k of {estimate.topk})"
     )
 
 
-def describe_sm90_thresholds(tensor_parallel_size: int) -> str:
-    """What SM90's table admits at one tensor parallel size, for people."""
-    rows = []
-    for (qk_head_dim, v_head_dim), backends in SM90_MASKED_MHA_THRESHOLDS.items():
-        for backend, sizes in backends.items():
-            if tensor_parallel_size not in sizes:
-                continue
-            pure, context = sizes[tensor_parallel_size]
-            with_context = _describe_ranges(pure if context is None else context)
-            rows.append(
-                f"{backend} at {qk_head_dim}/{v_head_dim}: {_describe_ranges(pure)}, "
-                f"with context {with_context}"
-            )
-    return "; ".join(rows) or f"nothing at tensor parallel size {tensor_parallel_size}"
-
-
-def _describe_ranges(ranges: _Ranges) -> str:
-    parts = [
-        f"to {max_len} tokens" + (f" from {min_query} queries" if min_query else "")
-        for max_len, min_query in ranges
-    ]
-    return " and ".join(parts) or "never"
+def _describe(ranges: tuple[tuple[int, int], ...]) -> str:
+    return " and ".join(f"{first} to {last}" for first, last in ranges) or "no"

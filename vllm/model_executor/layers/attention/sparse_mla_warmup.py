@@ -22,6 +22,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLAAttention,
     get_mla_dims,
 )
+from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
+    describe_estimate,
+    prefill_estimate,
+    sm90_masked_mha_enabled,
+)
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 if TYPE_CHECKING:
@@ -83,23 +88,28 @@ def masked_mha_is_ruled_out() -> bool:
     return bool(layers) and not any(x.impl.masked_mha_available for x in layers)
 
 
-def _takes_masked_mha(layer: MLAAttention, query_len: int, seq_len: int) -> bool:
+def _takes_masked_mha(
+    layer: MLAAttention, topk: int, query_len: int, seq_len: int
+) -> bool:
     """Whether vLLM's dispatch sends a prefill of one such request to masked MHA.
 
     The workspace is taken to be large enough.
     """
     context = None
     if seq_len > query_len:
-        context = SimpleNamespace(chunks=[SimpleNamespace(max_seq_len=0)])
+        context = SimpleNamespace(
+            chunks=[SimpleNamespace(max_seq_len=0)],
+            context_lens_list=[seq_len - query_len],
+        )
     prefill = SimpleNamespace(
         max_query_len=query_len,
-        query_lens_cpu=(query_len,),
+        query_lens_cpu=torch.tensor([query_len]),
         chunked_context=context,
         use_dense_mha=False,
         topk_mask_workspace=torch.empty(2**48, dtype=torch.int32, device="meta"),
     )
     return layer._use_sparse_mha(
-        SimpleNamespace(prefill=prefill, prefill_max_seq_len=seq_len)
+        SimpleNamespace(prefill=prefill, prefill_max_seq_len=seq_len, topk_tokens=topk)
     )
 
 
@@ -128,7 +138,7 @@ def masked_mha_query_lens(
         else:
             lens = ((n, n) for n in (*seq_lens, high) if n <= high)
         return any(
-            _takes_masked_mha(layer, query_len, seq_len)
+            _takes_masked_mha(layer, topk, query_len, seq_len)
             for query_len, seq_len in lens
             if query_len > low and seq_len > topk
         )
@@ -282,6 +292,24 @@ class MaskedMHAWarmup(VllmJitKernel[tuple[VllmJitKernel, Any]]):
 MASKED_MHA_WARMUP = MaskedMHAWarmup()
 
 
+def _log_lengths(layer: MLAAttention, vllm_config: "VllmConfig") -> None:
+    backend = layer.attn_backend.get_name()
+    estimate = prefill_estimate(
+        layer.impl.qk_head_dim,
+        layer.impl.v_head_dim,
+        backend,
+        layer.impl.kv_cache_dtype,
+        layer.impl.num_heads,
+        vllm_config.model_config.hf_text_config.index_topk,
+    )
+    logger.info_once(
+        "VLLM_SPARSE_MLA_SM90=1: masked MHA is on for SM90 prefills longer than the "
+        "top-k, where it is estimated to be faster than %s: %s.",
+        backend,
+        describe_estimate(estimate, vllm_config.model_config.max_model_len),
+    )
+
+
 def prepare_masked_mha(impl: Any) -> bool:
     """Have masked MHA compiled before the first prompt, if this layer can take it.
 
@@ -297,7 +325,9 @@ def prepare_masked_mha(impl: Any) -> bool:
     """
     vllm_config = get_current_vllm_config_or_none()
     for layer in _sparse_mla_layers(vllm_config):
-        if layer.impl is impl and not any(
+        if layer.impl is not impl:
+            continue
+        if not any(
             masked_mha_query_lens(layer, vllm_config, has_context)
             for has_context in (False, True)
         ):
@@ -306,6 +336,8 @@ def prepare_masked_mha(impl: Any) -> bool:
                 "can take it. Prefills longer than the top-k run sparse MQA."
             )
             return False
+        if sm90_masked_mha_enabled():
+            _log_lengths(layer, vllm_config)
     if (
         vllm_config is not None
         and vllm_config.model_config is not None
