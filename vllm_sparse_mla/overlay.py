@@ -23,12 +23,12 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from importlib.abc import ExecutionLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import decode_source, find_spec, spec_from_file_location
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 
 from vllm_sparse_mla.guard import EditedFile, OverlaidFile
 
@@ -125,6 +125,15 @@ def _source(module: ModuleType) -> str:
     return module.__spec__.loader.get_source(module.__name__)
 
 
+def _code_in(code: CodeType, name: str) -> CodeType:
+    """Code of the class or function that ``code`` defines under a name."""
+    return next(
+        const
+        for const in code.co_consts
+        if isinstance(const, CodeType) and const.co_name == name
+    )
+
+
 class _EditingLoader(ExecutionLoader):
     """Loads upstream's file with edits.
 
@@ -158,6 +167,23 @@ class _EditingLoader(ExecutionLoader):
 
     def get_source(self, fullname: str) -> str:
         return self._text
+
+    def edited_functions(
+        self, module: ModuleType
+    ) -> list[tuple[FunctionType, CodeType]]:
+        """New code of each edited function of a module that was imported unedited.
+
+        Their defaults and decorators are upstream's, which an edit leaves alone.
+        """
+        from vllm_sparse_mla.edits import EDITS
+
+        compiled = compile(self._text, self._path, "exec")
+        found = []
+        for edit in EDITS[self._name]:
+            names = edit.function.split(".")
+            code = reduce(_code_in, names, compiled)
+            found.append((reduce(getattr, names, module), code))
+        return found
 
     def get_filename(self, fullname: str) -> str:
         if self._keeps_name:
@@ -213,6 +239,12 @@ class OverlayFinder(MetaPathFinder):
 
     def _add(self, loader: type[SourceFileLoader], name: str, path: Path) -> None:
         self._loaders[name] = loader(name, str(path))
+
+    def edited_functions(
+        self, module: ModuleType
+    ) -> list[tuple[FunctionType, CodeType]]:
+        """See ``_EditingLoader``; for one of its modules."""
+        return self._loaders[module.__name__].edited_functions(module)
 
     def find_spec(
         self,
@@ -291,16 +323,21 @@ def install(
 ) -> None:
     """Installs a finder for ``files``; either all of them are served or none.
 
-    The arguments are those of ``OverlayFinder``.
+    Plain Python that is edited and already imported is edited where it is. The
+    arguments are those of ``OverlayFinder``.
 
     Raises:
-        RuntimeError: if one of the modules is already imported.
+        RuntimeError: if another of the modules is already imported.
         FileNotFoundError: if the overlay tree lacks one of the files.
     """
     finder = OverlayFinder(files, root, package_dir, on_load)
+    late: list[tuple[FunctionType, CodeType]] = []
     for file in files:
         module = sys.modules.get(file.module)
-        if module is not None:
+        if module is not None and isinstance(file, EditedFile) and file.keeps_name:
+            # On a GPU, the server's front imports it before vLLM calls plugins.
+            late += finder.edited_functions(module)
+        elif module is not None:
             importer = _importer_outside(file.module) or "unknown"
             raise RuntimeError(
                 f"{file.module} is already imported from {module.__file__} (importer: "
@@ -309,3 +346,5 @@ def install(
                 "needed, or until after vllm_sparse_mla.plugin.register(), helps"
             )
     sys.meta_path.insert(0, finder)
+    for function, code in late:
+        function.__code__ = code

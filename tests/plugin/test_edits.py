@@ -4,6 +4,7 @@
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 import traceback
@@ -134,6 +135,42 @@ def test_a_name_that_is_kept_is_that_of_a_file_with_that_source(edited, tmp_path
     assert inspect.getsource(loop) == UPSTREAM
     with pytest.raises(ValueError, match="21"):
         loop.Loop().run(7)
+
+
+def test_plain_python_that_is_already_imported_is_edited_where_it_is(edited, tmp_path):
+    (tmp_path / "toy/loop.py").write_text(UPSTREAM)
+    loop = importlib.import_module("toy.loop")
+    run = loop.Loop.run
+    assert edited(UPSTREAM, keeps_name=True) is loop
+    with pytest.raises(ValueError, match="21") as raised:
+        loop.Loop().run(7)
+    assert loop.Loop.run is run
+    frame = traceback.extract_tb(raised.value.__traceback__)[1]
+    assert (frame.filename, frame.lineno) == (str(tmp_path / "toy/loop.py"), 4)
+
+
+def test_other_files_that_are_already_imported_are_refused(edited, tmp_path):
+    (tmp_path / "toy/loop.py").write_text(UPSTREAM)
+    loop = importlib.import_module("toy.loop")
+    with pytest.raises(RuntimeError, match=r"toy\.loop is already imported"):
+        edited(UPSTREAM)
+    with pytest.raises(ValueError, match="14"):
+        loop.Loop().run(7)
+
+
+AFTER_VLLMS_IMPORT = """
+import vllm.model_executor.layers.attention.mla_attention as module
+from vllm_sparse_mla.plugin import register
+register()
+print(module.MLAAttention._use_sparse_mha.__code__.co_names)
+"""
+
+
+def test_a_server_may_import_the_dispatch_before_its_plugins():
+    command = [sys.executable, "-c", AFTER_VLLMS_IMPORT]
+    environment = os.environ | {"VLLM_SPARSE_MLA_STRICT": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "masked_mha_pays" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_file_without_a_match_cannot_be_imported(edited):
