@@ -89,9 +89,9 @@ def masked_mha_is_ruled_out() -> bool:
 
 
 def _takes_masked_mha(
-    layer: MLAAttention, topk: int, query_len: int, seq_len: int
+    layer: MLAAttention, topk: int, num_requests: int, query_len: int, seq_len: int
 ) -> bool:
-    """Whether vLLM's dispatch sends a prefill of one such request to masked MHA.
+    """Whether vLLM's dispatch sends a prefill of such requests to masked MHA.
 
     The workspace is taken to be large enough.
     """
@@ -99,11 +99,11 @@ def _takes_masked_mha(
     if seq_len > query_len:
         context = SimpleNamespace(
             chunks=[SimpleNamespace(max_seq_len=0)],
-            context_lens_list=[seq_len - query_len],
+            context_lens_list=[seq_len - query_len] * num_requests,
         )
     prefill = SimpleNamespace(
         max_query_len=query_len,
-        query_lens_cpu=torch.tensor([query_len]),
+        query_lens_cpu=torch.tensor([query_len] * num_requests),
         chunked_context=context,
         use_dense_mha=False,
         topk_mask_workspace=torch.empty(2**48, dtype=torch.int32, device="meta"),
@@ -131,16 +131,25 @@ def masked_mha_query_lens(
     ends = [*(n for n in _QUERY_LENS if n < longest), longest]
     seq_lens = [*range(_LEN_STEP, longest_seq, _LEN_STEP), longest_seq]
 
+    most_requests = min(
+        vllm_config.scheduler_config.max_num_seqs, MAX_MASKED_MHA_REQUESTS
+    )
+
     def admits(low: int, high: int) -> bool:
-        # Of the queries of one sequence length, dispatch prefers the most.
+        # Of the queries of one sequence length, dispatch prefers the most, and of the
+        # contexts of one query length the shortest.
         if has_context:
-            lens = ((min(high, n - 1), n) for n in seq_lens)
+            shortest = min(max(high, topk) + 1, longest_seq)
+            lens = ((min(high, n - 1), n) for n in (shortest, *seq_lens))
         else:
             lens = ((n, n) for n in (*seq_lens, high) if n <= high)
         return any(
-            _takes_masked_mha(layer, topk, query_len, seq_len)
+            _takes_masked_mha(layer, topk, num_requests, query_len, seq_len)
             for query_len, seq_len in lens
             if query_len > low and seq_len > topk
+            # Launches weigh less in a batch of many: what one request is too short
+            # for may pay there.
+            for num_requests in (1, most_requests)
         )
 
     return [high for low, high in pairwise((0, *ends)) if admits(low, high)]
