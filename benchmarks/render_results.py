@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cogapp import Cog
-from result_sections import Rows, first_call_medians, steps_both_ways
+from result_sections import Rows, steps_both_ways
 from result_tables import PACKAGES, markdown, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,19 +139,23 @@ def _line(what: str, stock: float, ours: float, unit: str, page: str) -> dict:
 def readme_results(page: Page) -> str:
     """Five rows for the README, and their plot."""
     table = []
-    for step in steps_both_ways(read_rows(page.files("masked-prefill"))):
-        place = step["model"], int(step["queries"]), int(step["context"])
-        if place == ("DeepSeek-V3.2", 8192, 0) and step["heads"] in ("16", "128"):
-            what = f"prefill attention of a layer, 8192 tokens, {step['heads']} heads"
-            table.append(_line(what, step["sparse"], step["masked"], "ms", "hopper"))
+    steps = steps_both_ways(read_rows(page.files("masked-prefill")))
+    place = {"model": "DeepSeek-V3.2", "heads": "16", "queries": "8192", "context": "0"}
+    for cache, name in (("auto", "BF16"), ("fp8_ds_mla", "FP8")):
+        step = next(
+            s for s in steps if (place | {"kv cache": cache}).items() <= s.items()
+        )
+        what = f"prefill attention of a layer, 8192 tokens, 16 heads, {name} KV cache"
+        table.append(_line(what, step["sparse"], step["masked"], "ms", "hopper"))
     place = {"model": "dsv32-16h", "prompt tokens": "8192", "at a time": "1"}
-    times = {
-        row["variant"]: float(row["TTFT median ms"])
-        for row in read_rows(page.files("serving-ttft"))
-        if place.items() <= row.items()
-    }
-    what = "`vllm serve`, time to first token, 4 layers, 8192 tokens, 16 heads"
-    table.append(_line(what, times["stock"], times["opt-in"], "ms", "serving"))
+    for cache, name in (("auto", "BF16"), ("fp8", "FP8")):
+        times = {
+            row["variant"]: float(row["TTFT median ms"])
+            for row in read_rows(page.files("serving-ttft"))
+            if place.items() <= row.items() and row.get("kv cache", "auto") == cache
+        }
+        what = f"`vllm serve`, time to first token, 4 layers, the same, {name} KV cache"
+        table.append(_line(what, times["stock"], times["opt-in"], "ms", "serving"))
     times = {
         row["variant"]: float(row["median us"])
         for row in read_rows(page.files("topk-mask-build"))
@@ -159,11 +163,6 @@ def readme_results(page: Page) -> str:
     }
     what = "build a mask, 4096 queries x 32768 keys"
     table.append(_line(what, times["stock"], times["cutedsl"], "us", "topk-mask-build"))
-    calls = first_call_medians(read_rows(page.files("first-call")))[
-        "first call ms, median"
-    ]
-    what = "first mask of a prompt length"
-    table.append(_line(what, calls["stock"], calls["cutedsl"], "ms", "first-call"))
     plot = "docs/results/masked-prefill-h200.svg"
     return f"{markdown(table)}\n\n![masked MHA against sparse MQA]({plot})"
 
