@@ -26,7 +26,7 @@ from result_tables import read_rows
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 TEMPLATE = RESULTS / "report-b200.md"
-TESTS, FIT = "tests", "prefill-fit"
+PYTEST, FIT = "pytest", "prefill-fit"
 
 
 def steps(sm90: bool) -> dict[str, list[str]]:
@@ -56,7 +56,11 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("benchmark_serving_load", "--seconds", "30", "--warm-up", "30"),
             *("--variants", variants),
         ],
-        TESTS: ["pytest", "--gpu", "-q", "-m", "gpu"],
+        "tests-serving": [PYTEST, "--gpu", "-q", "tests/serving"],
+        "tests": [
+            *(PYTEST, "--gpu", "-q", "--ignore", "tests/serving"),
+            *("-n", "auto", "--maxprocesses", "12"),
+        ],
     }
 
 
@@ -87,7 +91,7 @@ def junit_rows(junit: Path) -> list[dict]:
 
 def run_step(name: str, command: list[str], csv: Path) -> bool:
     """Run one step; whether it succeeded."""
-    if name == TESTS:
+    if command[0] == PYTEST:
         junit = csv.with_suffix(".xml")
         command = [sys.executable, "-m", *command, f"--junitxml={junit}"]
         done = subprocess.run(command, cwd=ROOT)
