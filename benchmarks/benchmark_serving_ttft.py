@@ -34,100 +34,15 @@ from bench_common import (
     save_plot,
     with_progress,
 )
-from serving.client import (
-    complete,
-    make_prompt,
-    open_session,
-    stream,
-)
-from serving.compare import between, difference, spread
+from serving.answers import compare_answers
+from serving.client import burst, open_session
 from serving.probe import read_records
-from serving.scenario import (
-    STOCK_NOISE,
-    control_difference,
-    control_prompt,
-)
 from serving.server import VARIANTS
 from serving.servers import running_servers, variant_list
 
 from vllm_sparse_mla.testing.tiny_model import SPECS
 
 WARM_UP_ROUNDS = 2
-CHECK_RUNS = 2
-
-
-async def _burst(session, url: str, length: int, count: int, salt: str) -> list[float]:
-    """Milliseconds to the first token of ``count`` requests sent at once."""
-    answers = await asyncio.gather(
-        *(
-            stream(session, url, make_prompt(length, seed=i), 1, salt=f"{salt} {i}")
-            for i in range(count)
-        )
-    )
-    errors = [answer.error for answer in answers if not answer.ok]
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {count} requests failed: {errors[0]}")
-    return [answer.ttft * 1e3 for answer in answers]
-
-
-async def _check(
-    session, servers, length: int, unquantized=None
-) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Compare the servers' answers to a prompt.
-
-    Returns:
-        Complaints about those that do not agree, and by variant columns for its rows.
-    """
-
-    def ask(server, prompt: list[int], salt: str):
-        return complete(session, server.url, prompt, 1, salt=salt, score_prompt=True)
-
-    def score(variant: str, prompt: list[int], salt: str):
-        return ask(servers[variant], prompt, salt)
-
-    prompt = make_prompt(length, seed=length)
-    answers = {
-        variant: [await score(variant, prompt, f"check {i}") for i in range(CHECK_RUNS)]
-        for variant in servers
-    }
-    baseline = next(iter(servers))
-    noise = spread(answers[baseline])
-    # Another order of rounding also moves keys over the edge of the top-k, so a
-    # single token may differ by more than runs of one variant do; the mean may not.
-    allowed = max(2 * noise.mean, STOCK_NOISE)
-    if unquantized is not None:
-        unrounded = await ask(unquantized, prompt, "unquantized")
-        rounding = difference(answers[baseline][0], unrounded).mean
-        print(f"{length} tokens, rounding in the cache: {rounding:.5f} on average")
-        allowed = max(allowed, 2 * rounding)
-    complaints = []
-    control = await score(baseline, control_prompt(prompt), "control")
-    seen = control_difference(answers[baseline][0], control)
-    print(
-        f"{length} tokens, a quarter of the keys replaced: {seen.mean:.5f} on average"
-    )
-    if not seen.mean > 2 * allowed:
-        complaints.append(
-            f"{length} tokens: other keys change the answer by {seen.mean:.5f} on "
-            f"average, too little to tell from the {allowed:.5f} allowed"
-        )
-    columns = {}
-    for variant in servers:
-        found = between(answers[baseline], answers[variant])
-        columns[variant] = {
-            "log-prob difference": f"{found.mean:.4f}",
-            "log-prob difference with other keys": f"{seen.mean:.4f}",
-        }
-        print(
-            f"{length} tokens, {variant} against {baseline}: log-probabilities "
-            f"differ by {found.mean:.5f} on average, {found.largest:.4f} at most"
-        )
-        if not found.mean <= allowed:
-            complaints.append(
-                f"{length} tokens: {variant} answers otherwise than {baseline}, by "
-                f"{found.mean:.5f} on average where {allowed:.5f} is allowed"
-            )
-    return complaints, columns
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -145,23 +60,18 @@ async def measure(
     times = {(shape, variant): [] for shape in shapes for variant in servers}
     masked = dict.fromkeys(times, 0)
     async with open_session() as session:
-        complaints, answers = [], {}
         lengths = sorted({length for length, _ in shapes})
-        for length in with_progress(lengths, "comparing answers"):
-            found, answers[length] = await _check(session, servers, length, unquantized)
-            complaints += found
-        if complaints:
-            raise RuntimeError("nothing was timed: " + "; ".join(complaints))
+        answers = await compare_answers(session, servers, lengths, unquantized)
         everything = itertools.product(shapes, servers.items())
         for shape, (variant, server) in with_progress(everything, "warming up"):
             before = len(read_records(folders[variant]))
             for i in range(WARM_UP_ROUNDS):
-                await _burst(session, server.url, *shape, f"warm {shape} {i}")
+                await burst(session, server.url, *shape, f"warm {shape} {i}")
             masked[shape, variant] = len(read_records(folders[variant])) - before
         everything = itertools.product(range(repeat), shapes)
         for i, shape in with_progress(everything, "timing"):
             for variant, server in servers.items():
-                times[shape, variant] += await _burst(
+                times[shape, variant] += await burst(
                     session, server.url, *shape, f"timed {shape} {i}"
                 )
     baseline = next(iter(servers))

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Greedy completions over vLLM's HTTP API, prompts and answers as token ids."""
 
+import asyncio
 import json
 import random
 import time
@@ -189,6 +190,26 @@ async def stream(
     if len(completion.token_ids) != max_tokens:
         completion.error = f"{len(completion.token_ids)} of {max_tokens} tokens came"
     return completion
+
+
+async def burst(
+    session: aiohttp.ClientSession, url: str, length: int, count: int, salt: str
+) -> list[float]:
+    """Milliseconds to the first token of ``count`` requests sent at once.
+
+    Raises:
+        RuntimeError: One failed.
+    """
+    answers = await asyncio.gather(
+        *(
+            stream(session, url, make_prompt(length, seed=i), 1, salt=f"{salt} {i}")
+            for i in range(count)
+        )
+    )
+    errors = [answer.error for answer in answers if not answer.ok]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {count} requests failed: {errors[0]}")
+    return [answer.ttft * 1e3 for answer in answers]
 
 
 async def running_requests(session: aiohttp.ClientSession, url: str) -> int:

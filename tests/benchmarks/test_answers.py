@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The check that comes before the times to first token, with made-up answers."""
+"""The check that comes before times of servers, with made-up answers."""
 
 import asyncio
 import itertools
 from types import SimpleNamespace
 
-import benchmark_serving_ttft
 import pytest
+from serving import answers
 from serving.client import Completion, make_prompt
 from serving.scenario import (
     STOCK_NOISE,
@@ -34,10 +34,10 @@ def complaints(
         moved += control * (prompt != original)
         return Completion(status=200, prompt_logprobs=[-5.0 + moved] * (LENGTH - 1))
 
-    monkeypatch.setattr(benchmark_serving_ttft, "complete", complete)
+    monkeypatch.setattr(answers, "complete", complete)
     unquantized = SimpleNamespace(url="unquantized") if quantized else None
     found, columns = asyncio.run(
-        benchmark_serving_ttft._check(None, SERVERS, LENGTH, unquantized)
+        answers.check_answers(None, SERVERS, LENGTH, unquantized)
     )
     assert list(columns) == list(SERVERS)
     return found
