@@ -56,6 +56,9 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("benchmark_serving_load", "--seconds", "30", "--warm-up", "30"),
             *("--variants", variants),
         ],
+        "serving-multi-turn": [
+            *("benchmark_serving_multi_turn", "--variants", variants),
+        ],
         "tests-serving": [PYTEST, "--gpu", "-q", "tests/serving"],
         "tests": [
             *(PYTEST, "--gpu", "-q", "--ignore", "tests/serving"),

@@ -152,6 +152,15 @@ def all_regrets(rows: Rows) -> str:
 
 def choices(rows: Rows) -> str:
     """What the table and the estimate take, beside vLLM's default backend on SM90."""
+    return markdown(_choices(rows))
+
+
+def table_losses(rows: Rows) -> str:
+    """Of these the batches for which the table took the slower way."""
+    return markdown([row for row in _choices(rows) if "(" in row["table takes"]])
+
+
+def _choices(rows: Rows) -> list[dict[str, str]]:
     backend = "FLASH_ATTN_MLA_SPARSE"
     table = []
     for step in read_measured(rows):
@@ -172,7 +181,7 @@ def choices(rows: Rows) -> str:
                 loss = us / min(masked, sparse)
                 row[f"{name} takes"] = way if loss == 1 else f"{way} ({loss:.2f})"
         table.append(row)
-    return markdown(table)
+    return table
 
 
 def build_times(rows: Rows) -> str:
@@ -236,6 +245,42 @@ def load(rows: Rows) -> str:
         {"": name} | {row["variant"]: row[name] for row in rows} for name in shown
     ]  # fmt: skip
     return markdown(table)
+
+
+MAY_BE_SLOWER = 0.03  # than stock, as a share of its time or rate
+
+
+def multi_turn(rows: Rows) -> str:
+    """Numbers of a multi-turn server by variant, and which are worse than stock's."""
+
+    def cell(row: dict) -> str:
+        if row["/ stock"] == "":
+            return f"{float(row['value']):.0f}"
+        value = f"{float(row['value']):.1f}"
+        if row["variant"] == "stock":
+            return value
+        names = ("/ stock", "least", "greatest")
+        ratio, least, greatest = (f"{float(row[name]):.3f}" for name in names)
+        return f"{value} ({ratio}; {least} to {greatest})"
+
+    names = ("turn tokens", "measure")
+    return f"{markdown(pivot(rows, names, 'variant', cell))}\n\n{_verdict(rows)}"
+
+
+def _verdict(rows: Rows) -> str:
+    """What the last variant is slower in than stock."""
+    variant = rows[-1]["variant"]
+    worse = []
+    for row in rows:
+        if row["variant"] == variant and row["/ stock"] != "":
+            ratio = float(row["/ stock"])
+            slower = 1 - ratio if row["measure"].endswith("/s") else ratio - 1
+            # For want of answers a ratio may be no number, which is no better.
+            if not slower <= MAY_BE_SLOWER:
+                tokens = row["turn tokens"]
+                worse.append(f"{row['measure']}, turns of {tokens} ({ratio:.3f})")
+    where = f": {'; '.join(worse)}" if worse else " nowhere"
+    return f"Slower than stock by more than 3 %, `{variant}`{where}."
 
 
 def tests(rows: Rows) -> str:

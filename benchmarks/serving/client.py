@@ -80,6 +80,11 @@ def _body(prompt: list[int], max_tokens: int, salt: str | None) -> dict:
     return body
 
 
+def _cached_tokens(answer: dict) -> int:
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return details.get("cached_tokens") or 0
+
+
 def _parse(completion: Completion, answer: dict) -> None:
     choice = answer["choices"][0]
     completion.token_ids = choice["token_ids"]
@@ -91,8 +96,7 @@ def _parse(completion: Completion, answer: dict) -> None:
         if token is not None:
             # The prompt's own token comes first; others only with a count above 0.
             completion.prompt_logprobs.append(next(iter(token.values()))["logprob"])
-    details = answer["usage"].get("prompt_tokens_details") or {}
-    completion.cached_tokens = details.get("cached_tokens") or 0
+    completion.cached_tokens = _cached_tokens(answer)
 
 
 async def complete(
@@ -158,7 +162,8 @@ async def stream(
         salt: As in ``complete``.
         stop_after: Close the connection after that many tokens.
     """
-    body = _body(prompt, max_tokens, salt) | {"stream": True}
+    body = _body(prompt, max_tokens, salt)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     completion = Completion()
     start = time.perf_counter()
     try:
@@ -177,6 +182,8 @@ async def stream(
                     return completion
                 for choice in event["choices"]:
                     completion.token_ids += choice.get("token_ids") or []
+                if event.get("usage"):
+                    completion.cached_tokens = _cached_tokens(event)
                 now = time.perf_counter() - start
                 if completion.token_ids and completion.ttft != completion.ttft:
                     completion.ttft = now

@@ -51,7 +51,8 @@ def test_help_names_the_common_options(run, capsys, script):
     assert run(script, "--help") == 0
     text = capsys.readouterr().out
     assert "--csv" in text
-    if script != "benchmark_serving_load":  # it has neither shapes nor samples
+    # Those that send requests for a while have neither shapes nor samples.
+    if script not in ("benchmark_serving_load", "benchmark_serving_multi_turn"):
         assert all(name in text for name in ("--shapes", "--plot", "--repeat"))
 
 
@@ -92,6 +93,22 @@ def test_steps_of_the_gpu_report_are_accepted(run, monkeypatch, command):
     for name in ("run_without_gpu", "running_servers"):
         monkeypatch.setattr(module, name, _stop, raising=False)
     assert run(script, *arguments) in (STOPPED, NEEDS_GPU)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--turn-tokens", "0"], "--turn-tokens"),
+        (["--turn-tokens", "16", "3000"], "--turn-tokens"),
+        (["--rounds", "0"], "--rounds"),
+        (["--variants", "opt-in,stock"], "--variants"),
+    ],
+)
+def test_the_multi_turn_benchmark_refuses_what_makes_no_sense(
+    run, capsys, arguments, named
+):
+    assert run("benchmark_serving_multi_turn", *arguments) == 2
+    assert f"error: {named}" in capsys.readouterr().err
 
 
 def test_the_gpu_report_has_every_benchmark():

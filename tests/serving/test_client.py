@@ -35,6 +35,10 @@ vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
 """
 
 
+def _usage() -> UsageInfo:
+    return UsageInfo(prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=64))
+
+
 def _answer(request: CompletionRequest) -> CompletionResponse:
     choice = CompletionResponseChoice(
         index=0,
@@ -54,8 +58,7 @@ def _answer(request: CompletionRequest) -> CompletionResponse:
             else [None, {6: Logprob(-2.0, 4)}, {7: Logprob(-3.0, 5)}]
         ),
     )
-    usage = UsageInfo(prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=64))
-    return CompletionResponse(model="model", choices=[choice], usage=usage)
+    return CompletionResponse(model="model", choices=[choice], usage=_usage())
 
 
 async def _completions(http: web.Request) -> web.StreamResponse:
@@ -74,6 +77,11 @@ async def _completions(http: web.Request) -> web.StreamResponse:
         text = chunk.model_dump_json(exclude_unset=False)
         await response.write(f"data: {text}\n\n".encode())
         await asyncio.sleep(0)
+    if request.stream_options.include_usage:
+        # As vLLM does, in a chunk of its own without choices.
+        chunk = CompletionStreamResponse(model="model", choices=[], usage=_usage())
+        text = chunk.model_dump_json(exclude_unset=False)
+        await response.write(f"data: {text}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     return response
 
@@ -122,6 +130,7 @@ def test_stream(ask):
     found = ask(lambda session, url: stream(session, url, PROMPT, 5))
     assert found.ok
     assert found.token_ids == [0, 1, 2, 3, 4]
+    assert found.cached_tokens == 64
     assert 0 < found.ttft <= found.seconds
 
 

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Is a multi-turn server slower for the opt-in: new prompts beside conversations?
+
+    python3 benchmarks/benchmark_serving_multi_turn.py --csv multi-turn.csv
+
+Thirty conversations over some 14,000 cached tokens each go on by a few new tokens a
+turn, beside new prompts of 4096 tokens, every ninth request one. Every server gets the
+same requests in the same order, up to 31 at a time, a turn when the one before it has
+been answered. A history grows by its turns and their answers, up to a length at which
+the conversation begins anew. Turns of 16 tokens run as decodes in vLLM's default
+backend on SM90; turns of 160 are prefills, which masked MHA may take together with a
+prompt.
+
+All servers are up from the start and one at a time is loaded, the variants in turn in
+each of several rounds, after a warm-up that is not measured. Milliseconds to the first
+token are counted at the HTTP client, percentiles over all rounds. In brackets: this
+over stock, and the least and greatest of that among the rounds. ``cold`` are turns of
+which the prefix cache had lost the history.
+
+By default one GPU does the work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in
+four layers and without the all-reduces. Needs an SM90 GPU and the package installed
+beside vLLM. Ends with 1 if a request failed or was cold.
+"""
+
+import argparse
+import asyncio
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from bench_common import save_csv, with_progress
+from result_sections import multi_turn
+from serving.client import Completion, make_prompt, open_session, stream
+from serving.probe import read_records
+from serving.server import VARIANTS, Server
+from serving.servers import running_servers, variant_list
+
+from vllm_sparse_mla.testing.tiny_model import SPECS
+
+CONVERSATIONS = 30
+AT_A_TIME = CONVERSATIONS + 1
+# A conversation begins anew when its history has grown by so much.
+BASE_TOKENS, GROWTH_TOKENS = 13632, 720
+PROMPT_TOKENS = 4096
+TURNS_A_PROMPT = 8
+ANSWER_TOKENS = 8
+MAX_MODEL_LEN = 16384
+# All conversations and a hundred prompts take 0.9 million tokens: 4.3 GiB in 4 layers.
+KV_CACHE_GIB = 8.0
+# Of a history the last block, and the token that no step has computed, are not cached.
+LOST_TOKENS = 256
+COUNTS = ("failed", "cold", "masked MHA calls")
+
+
+@dataclass
+class Conversation:
+    """One user of one server.
+
+    Attributes:
+        number: which one; the same on every server.
+        history: prompts and answers so far.
+        turns: how many were asked.
+        lock: held until a turn is answered.
+    """
+
+    number: int
+    history: list[int] = field(default_factory=list)
+    turns: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def base(self) -> list[int]:
+        """What every history of this conversation begins with."""
+        return make_prompt(BASE_TOKENS, seed=self.number)
+
+    def ask(self, new_tokens: int) -> list[int]:
+        """The prompt of the next turn."""
+        if not BASE_TOKENS <= len(self.history) < BASE_TOKENS + GROWTH_TOKENS:
+            self.history = self.base
+        self.turns += 1
+        seed = 1_000_000 + self.turns * CONVERSATIONS + self.number
+        return self.history + make_prompt(new_tokens, seed=seed)
+
+
+@dataclass
+class Round:
+    """What one server answered to one round.
+
+    Attributes:
+        prompts: answers to the new prompts.
+        turns: answers to the conversations' turns.
+        cold: turns whose history was not cached.
+        seconds: from the first request to the last answer.
+        masked: calls of FA4 with a mask, over all layers.
+    """
+
+    prompts: list[Completion] = field(default_factory=list)
+    turns: list[Completion] = field(default_factory=list)
+    cold: int = 0
+    seconds: float = 0.0
+    masked: int = 0
+
+    def measures(self) -> dict[str, float]:
+        """Numbers for people, by name."""
+        found = {}
+        for kind, answers in (("prompt", self.prompts), ("turn", self.turns)):
+            ttft = [answer.ttft * 1e3 for answer in answers if answer.ok]
+            for percent in (50, 99):
+                value = np.percentile(ttft, percent) if ttft else math.nan
+                found[f"{kind}: TTFT p{percent} ms"] = float(value)
+        failed = len(self.errors())
+        answered = len(self.prompts) + len(self.turns) - failed
+        counts = (failed, self.cold, self.masked)
+        return (
+            found
+            | {"requests/s": answered / self.seconds or math.nan}
+            | dict(zip(COUNTS, counts))
+        )
+
+    def errors(self) -> list[str]:
+        """What the requests that failed came to."""
+        return [a.error for a in self.prompts + self.turns if not a.ok]
+
+
+def merged(rounds: Sequence[Round]) -> Round:
+    """All rounds as one."""
+    return Round(
+        sum((r.prompts for r in rounds), []),
+        sum((r.turns for r in rounds), []),
+        sum(r.cold for r in rounds),
+        sum(r.seconds for r in rounds),
+        sum(r.masked for r in rounds),
+    )
+
+
+async def _take_turn(
+    session, url: str, conversation: Conversation, new_tokens: int, found: Round
+) -> None:
+    async with conversation.lock:
+        prompt = conversation.ask(new_tokens)
+        answer = await stream(session, url, prompt, ANSWER_TOKENS)
+        history = len(prompt) - new_tokens
+        found.turns.append(answer)
+        found.cold += answer.ok and answer.cached_tokens < history - LOST_TOKENS
+        if answer.ok:
+            conversation.history = prompt + answer.token_ids
+
+
+async def run_round(
+    session,
+    url: str,
+    conversations: Sequence[Conversation],
+    new_tokens: int,
+    num_prompts: int,
+    seed: int,
+) -> Round:
+    """Send the requests of one round to one server.
+
+    Args:
+        session: from ``open_session``.
+        url: the server's address.
+        conversations: take turns, in this order.
+        new_tokens: of a turn.
+        num_prompts: new prompts; each comes after ``TURNS_A_PROMPT`` turns.
+        seed: of the new prompts; no two rounds may share one.
+    """
+    found = Round()
+    turns = itertools.cycle(conversations)
+
+    async def new_prompt(number: int) -> None:
+        prompt = make_prompt(PROMPT_TOKENS, seed=(seed << 20) + number)
+        found.prompts.append(await stream(session, url, prompt, ANSWER_TOKENS))
+
+    def requests() -> Iterator:
+        for number in range(num_prompts):
+            for conversation in itertools.islice(turns, TURNS_A_PROMPT):
+                yield _take_turn(session, url, conversation, new_tokens, found)
+            yield new_prompt(number)
+
+    async def work(queue: Iterator) -> None:
+        for request in queue:
+            await request
+
+    queue = requests()
+    start = time.perf_counter()
+    await asyncio.gather(*(work(queue) for _ in range(AT_A_TIME)))
+    found.seconds = time.perf_counter() - start
+    return found
+
+
+async def _fill_cache(session, url: str, conversations: Sequence[Conversation]):
+    answers = await asyncio.gather(
+        *(stream(session, url, conversation.base, 1) for conversation in conversations)
+    )
+    errors = [answer.error for answer in answers if not answer.ok]
+    if errors:
+        raise RuntimeError(f"{len(errors)} histories were refused: {errors[0]}")
+
+
+async def measure(
+    servers: dict[str, Server],
+    folders: dict[str, Path],
+    turn_tokens: Sequence[int],
+    rounds: int,
+    num_prompts: int,
+) -> dict[tuple[int, str], list[Round]]:
+    """Rounds by turn length and variant."""
+    users = {
+        variant: [Conversation(i) for i in range(CONVERSATIONS)] for variant in servers
+    }
+    seeds = itertools.count(1)
+    found = {(tokens, variant): [] for tokens in turn_tokens for variant in servers}
+    async with open_session() as session:
+        for variant, server in with_progress(servers.items(), "filling caches"):
+            await _fill_cache(session, server.url, users[variant])
+        # Round 0 warms up.
+        schedule = itertools.product(range(rounds + 1), turn_tokens)
+        for number, tokens in with_progress(schedule, "rounds"):
+            seed = next(seeds)
+            # Every other round backwards: no variant always follows the same one.
+            for variant in list(servers)[:: 1 if number % 2 else -1]:
+                before = len(read_records(folders[variant]))
+                answers = await run_round(
+                    session,
+                    servers[variant].url,
+                    users[variant],
+                    tokens,
+                    num_prompts if number else math.ceil(num_prompts / 4),
+                    seed,
+                )
+                answers.masked = len(read_records(folders[variant])) - before
+                if number:
+                    found[tokens, variant].append(answers)
+    return found
+
+
+def make_rows(found: dict[tuple[int, str], list[Round]]) -> list[dict]:
+    """A row for each turn length, measure and variant; stock is among these."""
+    rows = []
+    for (tokens, variant), rounds in found.items():
+        # All rounds together, and then one by one.
+        mine, stock = (
+            [r.measures() for r in (merged(group), *group)]
+            for group in (rounds, found[tokens, "stock"])
+        )
+        for name, value in mine[0].items():
+            row = {"turn tokens": tokens, "measure": name, "variant": variant}
+            row |= {"value": value, "/ stock": "", "least": "", "greatest": ""}
+            if name not in COUNTS:
+                ratio, *by_round = (m[name] / s[name] for m, s in zip(mine, stock))
+                row |= {"/ stock": ratio}
+                row |= {"least": min(by_round), "greatest": max(by_round)}
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-16h")
+    parser.add_argument(
+        "--ranks", type=int, default=8, help="tensor-parallel ranks to stand for"
+    )
+    parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
+    parser.add_argument(
+        "--turn-tokens", type=int, nargs="+", default=[16, 160], metavar="N"
+    )
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument(
+        "--prompts", type=int, default=48, help="new prompts of a round"
+    )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as `vllm serve`'s")
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    most = MAX_MODEL_LEN - BASE_TOKENS - GROWTH_TOKENS - ANSWER_TOKENS
+    if not 1 <= min(args.turn_tokens) <= max(args.turn_tokens) <= most:
+        parser.error(f"--turn-tokens must be from 1 to {most}, got {args.turn_tokens}")
+    if min(args.rounds, args.prompts) < 1:
+        parser.error("--rounds and --prompts must be at least 1")
+    if args.variants[0] != "stock":
+        parser.error("--variants must begin with stock, which others are compared with")
+    with running_servers(
+        args.model,
+        args.variants,
+        ranks=args.ranks,
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_gib=KV_CACHE_GIB,
+        kv_cache_dtype=args.kv_cache_dtype,
+    ) as (servers, folders):
+        found = asyncio.run(
+            measure(servers, folders, args.turn_tokens, args.rounds, args.prompts)
+        )
+    rows = make_rows(found)
+    setting = {"model": args.model, "ranks": args.ranks}
+    rows = [setting | {"kv cache": args.kv_cache_dtype} | row for row in rows]
+    if args.csv is not None:
+        save_csv(args.csv, rows)
+    print(multi_turn(rows))
+    bad = [row for row in rows if row["measure"] in ("failed", "cold") and row["value"]]
+    for (tokens, variant), rounds in found.items():
+        for error in merged(rounds).errors()[:3]:
+            print(f"turns of {tokens}, {variant}: {error}")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
