@@ -30,12 +30,15 @@ class Edit:
         pattern: matches exactly one node inside the function, and saves the expression
             to change as ``CHANGED``.
         change: returns what that expression becomes, on as many lines.
+        imports: statements that it needs at the top of the file; not for a module that
+            may be edited where it is (``guard.EditedFile.keeps_name``).
         exported: whether the patch has it too.
     """
 
     function: str
     pattern: m.BaseMatcherNode
     change: Callable[[cst.BaseExpression], cst.BaseExpression]
+    imports: tuple[str, ...] = ()
     exported: bool = True
 
 
@@ -48,7 +51,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
 
     Raises:
         ValueError: if the file has not exactly one such function or expression, or an
-            edit would move lines.
+            edit would move lines, or there is no blank line for an import.
     """
     tree = cst.parse_module(text)
     for edit in edits:
@@ -66,7 +69,22 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
         tree = tree.with_deep_changes(
             function, body=function.body.deep_replace(old, new)
         )
+    for statement in dict.fromkeys(name for edit in edits for name in edit.imports):
+        tree = _with_import(tree, statement)
     return tree.code
+
+
+def _with_import(tree: cst.Module, statement: str) -> cst.Module:
+    """The file with one more import, in place of a blank line below the others."""
+    imports = m.SimpleStatementLine([m.Import() | m.ImportFrom()])
+    body = list(tree.body)
+    below = 1 + max(i for i, node in enumerate(body) if m.matches(node, imports))
+    lines = body[below].leading_lines
+    if not lines or lines[0].comment:
+        raise ValueError(f"there is no blank line for {statement!r}")
+    body[below] = body[below].with_changes(leading_lines=lines[1:])
+    body.insert(below, cst.parse_statement(statement))
+    return tree.with_changes(body=body)
 
 
 def _lines(tree: cst.Module, node: cst.CSTNode) -> int:
@@ -142,6 +160,16 @@ def _ask_layer(call: cst.Call) -> cst.Call:
     return asked.with_deep_changes(asked.args[-1], value=call)
 
 
+_LEAST_CAPABILITY = m.Call(
+    m.Attribute(m.Name("current_platform"), m.Name("has_device_capability")),
+    [m.Arg(m.SaveMatchedNode(m.Integer("100"), CHANGED))],
+)
+_NUM_WARPS = m.Assign(
+    [m.AssignTarget(m.Attribute(m.Name("self"), m.Name("num_warps")))],
+    m.SaveMatchedNode(m.Integer("4"), CHANGED),
+)
+
+
 #: Edits by module.
 EDITS: dict[str, tuple[Edit, ...]] = {
     "vllm.model_executor.layers.attention.mla_attention": (
@@ -156,6 +184,25 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             "FlashAttentionForwardSm100.softmax_loop",
             _CALLBACK_ALONE,
             lambda call: _with_argument(call, "mask_causal", "False"),
+        ),
+    ),
+    "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl": (
+        Edit(
+            "is_fused_q_cutedsl_supported",
+            _LEAST_CAPABILITY,
+            lambda _: cst.parse_expression("90 if envs.VLLM_SPARSE_MLA_SM90 else 100"),
+            imports=("import vllm.envs as envs",),
+        ),
+        # A warp has a head, or four of the indexer's: blocks of four warps are many and
+        # small.
+        Edit(
+            "FusedQKernel.__init__",
+            _NUM_WARPS,
+            lambda _: cst.parse_expression(
+                "4 if current_platform.has_device_capability(100) "
+                "else math.gcd(16, num_heads, num_idx_heads // 4)"
+            ),
+            imports=("import math",),
         ),
     ),
     # FA4 caches kernels on disk by its files as they lie there: an edit changes none.

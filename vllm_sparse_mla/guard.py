@@ -96,6 +96,11 @@ EDITED_FILES = (
         keeps_name=True,
     ),
     EditedFile(
+        "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl",
+        "807f3de51ea063f0a91d199f930cbf0ab9536736f72c49f7c792d5d30234c038",
+        enabled=envs.sm90,
+    ),
+    EditedFile(
         "vllm.vllm_flash_attn.cute.cache_utils",
         "fc62f0889f79b770717e9030cb003749a14a7e01b3ada1443062ca11ac0edb9d",
     ),

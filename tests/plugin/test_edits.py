@@ -58,6 +58,14 @@ def test_anything_but_one_match_is_refused(upstream, function, message):
         apply_edits(upstream, [Edit(function, TWO, three)])
 
 
+def test_an_import_takes_the_place_of_a_blank_line():
+    edit = Edit("Loop.run", TWO, three, imports=("import math",))
+    text = apply_edits(f"import os\n\n\n{UPSTREAM}", [edit])
+    assert text.startswith("import os\nimport math\n\nclass Loop:")
+    with pytest.raises(ValueError, match="no blank line for 'import math'"):
+        apply_edits(f"import os\n{UPSTREAM}", [edit])
+
+
 def test_a_change_that_moves_lines_is_refused():
     longer = cst.parse_expression("(3 +\n4)")
     with pytest.raises(ValueError, match="moves lines"):

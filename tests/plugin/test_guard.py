@@ -205,8 +205,14 @@ def test_a_switch_means_the_same_to_plugin_and_patch(monkeypatch, value, expecte
     assert {read() for read in patched.values()} == {expected}
 
 
-def test_fa4_is_overlaid_only_on_request(monkeypatch):
-    name = "vllm.vllm_flash_attn.cute.mask"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vllm.vllm_flash_attn.cute.mask",
+        "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl",
+    ],
+)
+def test_what_hopper_alone_gets_is_loaded_only_on_request(monkeypatch, name):
     monkeypatch.delenv(envs.SM90, raising=False)
     assert name not in [file.module for file in guard.enabled_files()]
     monkeypatch.setenv(envs.SM90, "1")

@@ -13,6 +13,7 @@ from vllm_sparse_mla.export_patch.splice import Definition, Rules, splice
 from vllm_sparse_mla.export_patch.suite import Suite
 from vllm_sparse_mla.export_patch.switch import PATH as SWITCH_PATH
 from vllm_sparse_mla.export_patch.switch import declare_switches
+from vllm_sparse_mla.export_patch.tidy import tidy
 from vllm_sparse_mla.guard import (
     EDITED_FILES,
     OVERLAID_FILES,
@@ -82,7 +83,10 @@ def _overlay_change(root: Path, file: OverlaidFile, rules: Rules) -> Change:
         before, warning = _read_upstream(root, file)
         edits = [edit for edit in EDITS[file.module] if edit.exported]
         edited = tuple(Definition(edit.function, "edited") for edit in edits)
-        return Change(file.path, before, apply_edits(before, edits), edited, warning)
+        after = apply_edits(before, edits)
+        if any(edit.imports for edit in edits):
+            after = tidy(after, rules.formatted)
+        return Change(file.path, before, after, edited, warning)
     overlay = (overlay_root() / file.path).read_text()
     if file.sha256 is None:
         return Change(file.path, None, overlay)

@@ -13,8 +13,8 @@ from vllm_sparse_mla.export_patch.splice import Definition
 PATH = "vllm/envs.py"
 _SWITCHES = {
     "VLLM_SPARSE_MLA_SM90": (
-        "If set, sparse MLA prefills on Hopper (SM90) may take masked MHA. Needs the",
-        "packed-mask branch in FA4's SM90 kernel.",
+        "If set, sparse MLA prefills on Hopper (SM90) may take masked MHA, which needs",
+        "the packed-mask branch in FA4's SM90 kernel, and fused_q is the CuTe DSL one.",
     ),
     "VLLM_SPARSE_MLA_QUANTIZED_KV": (
         "If set, sparse MLA prefills on SM100 may take masked MHA over quantized KV",

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What vLLM's CuTe DSL ``fused_q`` compiles to for Hopper; no GPU needed.
+
+Counts beside the bounds were seen with nvidia-cutlass-dsl 4.8.0 and the ptxas inside.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from vllm_sparse_mla.codegen.disassembly import read_cubin
+from vllm_sparse_mla.codegen.worker import environment
+
+pytestmark = pytest.mark.codegen
+
+THREADS_PER_SM, REGISTERS_PER_SM = 2048, 65536
+# Heads of a rank, of the indexer, their RoPE layout, and whether queries are fp8.
+KEYS = [
+    *itertools.product((8, 128), (64,), (False,), (False, True)),
+    *itertools.product((64,), (32,), (True,), (False, True)),
+    *itertools.product((128,), (0,), (False,), (False, True)),
+]
+STOCK = (128, 64, False, False)
+
+# One process per target, which the DSL latches at its first import. The DSL names its
+# dump after argument types, so each is moved away.
+COMPILE = """
+import json, sys
+from pathlib import Path
+from types import SimpleNamespace
+from cutlass import BFloat16
+from vllm_sparse_mla.plugin import register
+from vllm_sparse_mla.testing.stock import load_stock_module
+register()
+from vllm.models.deepseek_v32.nvidia.ops import fused_q_cutedsl as module
+module.current_platform = SimpleNamespace(has_device_capability=lambda x: x <= 90)
+none = 0, 0, None, None
+dump, keys = Path(sys.argv[1]), json.loads(sys.argv[2])
+for number, (stock, heads, index_heads, interleaved, quantized) in enumerate(keys):
+    used = load_stock_module(module.__name__) if stock else module
+    index = (128, index_heads, BFloat16, BFloat16) if index_heads else none
+    used.FusedQKernel.compile(
+        64, 512 if quantized else 0, heads, BFloat16, *index, interleaved
+    )
+    for kind in ("cubin", "ptx"):
+        (found,) = dump.glob(f"*.{kind}")
+        found.rename(dump.parent / f"{number}.{kind}")
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Per key, with whether it is stock's, the cubin and the threads of a block."""
+    folder = tmp_path_factory.mktemp("sm_90a")
+    dump = folder / "dump"
+    dump.mkdir()
+    env = os.environ | environment("sm_90a", dump)
+    env.pop("TRITON_INTERPRET", None)
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    keys = [(False, *key) for key in KEYS] + [(True, *STOCK)]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(dump), json.dumps(keys)],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {}
+    for number, key in enumerate(keys):
+        ptx = (folder / f"{number}.ptx").read_text()
+        (threads,) = re.findall(r"\.reqntid (\d+)", ptx)
+        found[key] = read_cubin(folder / f"{number}.cubin"), int(threads)
+    return found
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: "-".join(map(str, key)))
+def test_it_compiles_and_fills_an_sm(compiled, key):
+    cubin, threads = compiled[False, *key]
+    assert cubin.target == "sm_90a"
+    assert cubin.local_opcodes == cubin.local_bytes == 0
+    # 18 to 32: as many threads as an SM holds.
+    registers = -(-cubin.registers // 8) * 8
+    assert registers * THREADS_PER_SM <= REGISTERS_PER_SM
+    assert THREADS_PER_SM % threads == 0
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: "-".join(map(str, key)))
+def test_a_block_has_a_warp_for_as_many_heads_as_divide(compiled, key):
+    heads, index_heads, *_ = key
+    _, threads = compiled[False, *key]
+    assert threads == 32 * (8 if heads == 8 or index_heads == 32 else 16)
+
+
+def test_upstreams_blocks_are_small(compiled):
+    """The negative control, and what the edit is for."""
+    cubin, threads = compiled[True, *STOCK]
+    assert threads == 128
+    assert cubin.registers == compiled[False, *STOCK][0].registers
