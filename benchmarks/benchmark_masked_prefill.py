@@ -15,11 +15,13 @@ outputs of all ways must agree within 3 % before anything is timed. A step whose
 do not fit vLLM's workspace has no masked MHA.
 
 ``--preset fit`` measures what the coefficients of the estimate are fitted to,
-``--preset mixes`` batches that people serve. For the default shapes the length comes
-last at which both ways take the same time. ``--from-csv`` prints results again, with
-no GPU.
+``--preset mixes`` batches that people serve. ``--context-splits`` times masked MHA
+with so many parts of the cached keys as well, which the layer else decides. For the
+default shapes the length comes last at which both ways take the same time.
+``--from-csv`` prints results again, with no GPU.
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -69,7 +71,7 @@ BATCH_INDEX = ("model", "heads", "top-k", "kv cache", "batch")
 
 
 def usable_ways(
-    prefill: Prefill, backends: dict[str, type]
+    prefill: Prefill, backends: dict[str, type], context_splits: Sequence[int] = ()
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, float]]:
     """The ways that run here, and how far each is from the first.
 
@@ -81,6 +83,10 @@ def usable_ways(
         makers[MASKED] = prefill.masked_mha
         if not on_sm90() and prefill.step.kv_cache_dtype == "auto":
             makers[STOCK_MASKED] = prefill.stock_masked_mha
+        for parts in context_splits:
+            makers[f"{MASKED}, {parts} parts"] = functools.partial(
+                prefill.masked_mha_in_parts, parts
+            )
     for name, backend in backends.items():
         makers[name] = lambda backend=backend: prefill.sparse_mqa(backend)
     ways, differences = {}, {}
@@ -105,14 +111,20 @@ def usable_ways(
     return ways, differences
 
 
-def measure(step: Step, kind: str, repeat: int, backends: dict[str, type]) -> list:
+def measure(
+    step: Step,
+    kind: str,
+    repeat: int,
+    backends: dict[str, type],
+    context_splits: Sequence[int] = (),
+) -> list:
     """Check, then time the ways of a step.
 
     Raises:
         CheckFailed: see `usable_ways`.
     """
     prefill = Prefill(step, kind, torch.device("cuda"))
-    ways, differences = usable_ways(prefill, backends)
+    ways, differences = usable_ways(prefill, backends, context_splits)
     calls = 1 if step.queries * step.heads >= LONG_STEP else 4
     launches = {name: lambda i, way=way: way() for name, way in ways.items()}
     timings = time_interleaved(launches, calls, repeat)
@@ -121,7 +133,7 @@ def measure(step: Step, kind: str, repeat: int, backends: dict[str, type]) -> li
     rows = []
     for name, timing in timings.items():
         low, high = timing.spread_us
-        is_mha = name in (MASKED, STOCK_MASKED)
+        is_mha = name.startswith((MASKED, STOCK_MASKED))
         flops = step.mha_flops if is_mha else step.mqa_flops
         rows.append(
             {
@@ -203,7 +215,9 @@ def run(args) -> tuple[list[dict], int]:
     backends = backend_classes(capability, args.kv_cache_dtype)
     return measure_all(
         make_steps(args),
-        lambda step: measure(step, args.topk_rows, args.repeat, backends),
+        lambda step: measure(
+            step, args.topk_rows, args.repeat, backends, args.context_splits
+        ),
         args.csv,
         args.time_limit,
     )
@@ -224,6 +238,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="few shapes of DeepSeek, 1 and 8 ranks"
     )
+    parser.add_argument("--context-splits", nargs="+", type=int, default=[])
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--from-csv", nargs="+", type=Path, help="report these rows")
     args = parser.parse_args()

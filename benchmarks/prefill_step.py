@@ -352,6 +352,16 @@ class Prefill:
         """This project's masked MHA."""
         return self._masked_mha(importlib.import_module(LAYER_MODULE))
 
+    def masked_mha_in_parts(self, parts: int) -> Callable[[], torch.Tensor]:
+        """The same, with so many parts of the cached keys whatever the chunk."""
+        attend, module = self.masked_mha(), importlib.import_module(LAYER_MODULE)
+
+        def with_parts() -> torch.Tensor:
+            with mock.patch.object(module, "context_splits", lambda *_: parts):
+                return attend()
+
+        return with_parts
+
     def stock_masked_mha(self) -> Callable[[], torch.Tensor]:
         """The installed vLLM's masked MHA, with its own callbacks."""
         attend = self._masked_mha(load_stock_module(LAYER_MODULE))

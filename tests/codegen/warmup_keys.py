@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -41,13 +41,15 @@ def watched_caches() -> Iterator[list[Cache]]:
         interface._flash_attn_fwd,
         interface._compute_tile_cumsum,
         interface._compute_blocks_to_batch,
+        interface._flash_attn_fwd_combine,
     )
-    with (
-        mock.patch.object(interface.cute, "compile", lambda *_, **__: object()),
-        mock.patch.multiple(functions[0], compile_cache=Cache()),
-        mock.patch.multiple(functions[1], compile_cache=Cache()),
-        mock.patch.multiple(functions[2], compile_cache=Cache()),
-    ):
+    with ExitStack() as stack:
+        replaced = mock.patch.object(
+            interface.cute, "compile", lambda *_, **__: object()
+        )
+        stack.enter_context(replaced)
+        for function in functions:
+            stack.enter_context(mock.patch.multiple(function, compile_cache=Cache()))
         yield [function.compile_cache for function in functions]
 
 
@@ -86,6 +88,7 @@ def call_as_the_layer_does(impl, config, masked_call, num_requests, query_len) -
         causal=masked_call.causal,
         key_starts=tensor(num_requests) if masked_call.offset else None,
         return_softmax_lse=masked_call.return_lse,
+        num_splits=2 if masked_call.split else 1,
         out=(
             None
             if masked_call.return_lse
@@ -118,7 +121,7 @@ def needed(config) -> dict[tuple, str]:
                 if seq_len > topk.index_topk
             ):
                 continue
-            for masked_call in sparse_mla_warmup.MASKED_CALLS:
+            for masked_call in sparse_mla_warmup.masked_calls():
                 if masked_call.return_lse is not has_context:
                     continue
                 with watched_caches() as caches, FakeTensorMode():

@@ -118,5 +118,6 @@ def attend_on_host(**kwargs: Any) -> Any:
         aux_tensors=[kept],
         aux_tensor_leading_dims=[2],
         causal=False,
+        num_splits=1,
     )
     return reference.flash_attn_varlen_func(**kwargs | plain)

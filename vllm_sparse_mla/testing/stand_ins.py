@@ -25,6 +25,7 @@ class MaskedCall:
     num_aux_tensors: int
     max_seqlen_q: int
     max_seqlen_k: int
+    num_splits: int
 
 
 @contextmanager
@@ -53,6 +54,7 @@ def noted_attention(
                 len(kwargs.get("aux_tensors") or ()),
                 kwargs["max_seqlen_q"],
                 kwargs["max_seqlen_k"],
+                kwargs.get("num_splits", 0),
             )
         )
         return attend(**kwargs)

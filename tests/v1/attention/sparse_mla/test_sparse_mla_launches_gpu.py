@@ -254,7 +254,7 @@ def test_after_warm_up_no_length_compiles(make_world, report, dims, lengths):
     kernel = sparse_mla_warmup.FA4_MASKED_MHA_KERNEL
     query_lens = {"long": (8192,), "short": (128, 256, 8192)}[lengths]
     for masked_call, num_requests, query_len in itertools.product(
-        sparse_mla_warmup.MASKED_CALLS, (1, 2), query_lens
+        sparse_mla_warmup.masked_calls(), (1, 2), query_lens
     ):
         kernel.compile(
             kernel.CompileKey(

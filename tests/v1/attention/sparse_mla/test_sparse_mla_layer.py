@@ -71,10 +71,10 @@ def fa4_arguments(monkeypatch):
     return seen
 
 
-def call_fa4(world, mask):
+def call_fa4(world, mask, **options):
     nothing = dict.fromkeys(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
     world.impl._run_masked_mha(
-        **nothing, max_seqlen_q=1, max_seqlen_k=1, mask=mask, causal=True
+        **nothing, max_seqlen_q=1, max_seqlen_k=1, mask=mask, causal=True, **options
     )
 
 
@@ -83,6 +83,18 @@ def test_fa4_is_told_not_to_split_keys(world, fa4_arguments):
     call_fa4(world, torch.zeros(1, 128, 4, dtype=torch.int32))
     (call,) = fa4_arguments
     assert call["num_splits"] == 1
+
+
+@pytest.mark.stock_fails("stock never names a number of splits")
+@pytest.mark.parametrize("num_splits", [0, 2], ids=["fa4-may-split", "two-parts"])
+def test_split_keys_never_reach_the_dense_callback(world, fa4_arguments, num_splits):
+    mask = torch.zeros(1, 128, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="num_splits must be 1 without key_starts"):
+        call_fa4(world, mask, num_splits=num_splits)
+    assert fa4_arguments == []
+    starts = torch.zeros(1, dtype=torch.int32)
+    call_fa4(world, mask, num_splits=num_splits, key_starts=starts)
+    assert [call["num_splits"] for call in fa4_arguments] == [num_splits]
 
 
 @pytest.mark.stock_fails("stock hands FA4 any mask")

@@ -38,6 +38,7 @@ from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
     kv_cache_refusal,
 )
 from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
+    context_splits,
     prefill_estimate,
     sm90_masked_mha_enabled,
     step_pays,
@@ -457,11 +458,22 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         key_starts: torch.Tensor | None = None,
         return_softmax_lse: bool = False,
         out: torch.Tensor | None = None,
+        num_splits: int = 1,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """One FA4 call over a packed mask, read from ``key_starts[b]`` on if given."""
+        """One FA4 call over a packed mask, read from ``key_starts[b]`` on if given.
+
+        Raises:
+            ValueError: Keys are to be split without ``key_starts``, or ``mask`` is not
+                one that FA4's callbacks can read.
+        """
         from vllm.model_executor.layers.attention.sparse_mla_mask import mask_mod_for
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+        if num_splits != 1 and key_starts is None:
+            # Split keys can halve SM100's column tile to 64 keys, of which
+            # dense_mask_mod, that takes 128 from a multiple of 128 on, reads the second
+            # half wrongly. FA4's own choice (0) may split.
+            raise ValueError(f"num_splits must be 1 without key_starts: {num_splits}")
         _check_topk_mask_storage(mask)
         return flash_attn_varlen_func(
             q=q,
@@ -475,10 +487,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             return_softmax_lse=return_softmax_lse,
             out=out,
             fa_version=4,
-            # Split keys can halve SM100's column tile to 64 keys, which dense_mask_mod
-            # does not read exactly. Nothing is lost: at 192/128 FA4 splits only from
-            # 8192 keys on, at 256/256 never, and thresholds ask for long queries there.
-            num_splits=1,
+            num_splits=num_splits,
             mask_mod=mask_mod_for(offset=key_starts is not None),
             aux_tensors=[mask] if key_starts is None else [mask, key_starts],
             aux_tensor_leading_dims=[2] if key_starts is None else [2, 0],
@@ -522,6 +531,11 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
 
         def attend(chunk, q, k, v):
             mask, key_starts = self._range_topk_mask(whole_mask, topk, prefill, chunk)
+            num_splits = 1
+            if key_starts is not None:
+                num_splits = context_splits(
+                    q.shape[0], key_starts.shape[0], chunk.max_seq_len, self.num_heads
+                )
             return self._run_masked_mha(
                 q=q,
                 k=k,
@@ -537,6 +551,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 causal=False,
                 key_starts=key_starts,
                 return_softmax_lse=True,
+                num_splits=num_splits,
             )
 
         walked = replace(

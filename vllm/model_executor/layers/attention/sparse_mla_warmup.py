@@ -52,6 +52,7 @@ class MaskedCall:
     offset: bool
     causal: bool
     return_lse: bool
+    split: bool = False
 
     @property
     def has_context(self) -> bool:
@@ -69,6 +70,13 @@ MASKED_CALLS = (
     MaskedCall(offset=False, causal=True, return_lse=True),
     MaskedCall(offset=False, causal=False, return_lse=True),
 )
+# What ``context_splits`` adds on SM90.
+_SPLIT_CALL = MaskedCall(offset=True, causal=False, return_lse=True, split=True)
+
+
+def masked_calls() -> tuple[MaskedCall, ...]:
+    """The calls that the layer can make on this device."""
+    return (*MASKED_CALLS, _SPLIT_CALL) if sm90_masked_mha_enabled() else MASKED_CALLS
 
 
 def _sparse_mla_layers(vllm_config: "VllmConfig | None") -> list[MLAAttention]:
@@ -198,7 +206,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
                 num_requests=num_requests,
                 query_len=query_len,
             )
-            for call in MASKED_CALLS
+            for call in masked_calls()
             for num_requests in _NUM_REQUESTS
             if num_requests <= max_num_seqs
             for query_len in sorted(query_lens[call.has_context])
@@ -238,7 +246,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
             max_seqlen_k=query_len,
             softmax_scale=qk_dim**-0.5,
             causal=call.causal,
-            num_splits=1,
+            num_splits=2 if call.split else 1,
             return_lse=call.return_lse,
             out=spec((tokens, heads, v_dim)),
             lse=(
@@ -251,6 +259,26 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
             aux_tensor_leading_dims=[2, 0][: len(aux_tensors)],
             compile_only=True,
         )
+        if call.split:
+            self._compile_merge(compile_key)
+
+    def _compile_merge(self, compile_key: CompileKey) -> None:
+        """Compile what merges the parts of split keys, which the above leaves out."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from vllm.vllm_flash_attn.cute.interface import _flash_attn_fwd_combine
+
+        tokens, heads = compile_key.query_len, compile_key.num_heads
+        shape = (tokens, heads, compile_key.v_head_dim)
+        # FA4 compiles for fake tensors, and launches nothing.
+        with FakeTensorMode(), torch.device("cuda"):
+            _flash_attn_fwd_combine(
+                torch.empty(2, *shape, dtype=torch.float32),
+                torch.empty(2, heads, tokens, dtype=torch.float32).transpose(-1, -2),
+                torch.empty(shape, dtype=compile_key.dtype),
+                torch.empty(heads, tokens, dtype=torch.float32).transpose(-1, -2),
+                cu_seqlens=torch.empty(2, dtype=torch.int32),
+            )
 
 
 FA4_MASKED_MHA_KERNEL = FA4MaskedMHAKernel()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Few new tokens over many cached ones: on SM90 FA4 takes the keys in parts."""
+
+import pytest
+
+from vllm.model_executor.layers.attention import sparse_mla_attention
+
+try:
+    from vllm.model_executor.layers.attention import sparse_mla_sm90
+except ImportError:  # stock: every test here fails, as marked
+    sparse_mla_sm90 = None
+from vllm_sparse_mla.testing.layer import Dims
+
+pytestmark = pytest.mark.stock_fails("stock never splits the keys of a context")
+
+H200_MULTIPROCESSORS = 132
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "keys", "heads", "splits"),
+    [
+        pytest.param(16, 1, 14000, 16, 8, id="few-queries"),
+        pytest.param(16, 1, 14000, 8, 16, id="few-heads"),
+        pytest.param(256, 1, 32512, 16, 4, id="two-rows-of-blocks"),
+        pytest.param(64, 4, 14000, 16, 2, id="four-requests"),
+        pytest.param(512, 1, 8192, 16, 2, id="four-rows-of-blocks"),
+        pytest.param(1024, 1, 8192, 16, 1, id="the-gpu-is-full"),
+        pytest.param(16, 1, 14000, 128, 1, id="full-by-heads"),
+        pytest.param(16, 1, 2048, 16, 4, id="short-context"),
+        pytest.param(16, 1, 511, 16, 1, id="shorter-than-a-part"),
+        pytest.param(16, 1, 65536, 1, 32, id="as-many-as-one-merge-takes"),
+        pytest.param(1, 1, 14000, 16, 1, id="one-query"),
+    ],
+)
+def test_the_number_of_parts(monkeypatch, tokens, requests, keys, heads, splits):
+    def number() -> int:
+        return sparse_mla_sm90.context_splits(tokens, requests, keys, heads)
+
+    for opted_in in (False, True):
+        for name, answer in (
+            ("sm90_masked_mha_enabled", opted_in),
+            ("num_compute_units", H200_MULTIPROCESSORS),
+        ):
+            monkeypatch.setattr(sparse_mla_sm90, name, lambda answer=answer: answer)
+        assert number() == (splits if opted_in else 1)
+
+
+SPANS = [(0, 0, 40), (1, 1100, 1116)]
+
+
+@pytest.mark.parametrize("per_range", [False, True], ids=["whole", "per-range"])
+def test_the_layer_splits_what_the_offset_callback_reads(
+    make_world, monkeypatch, per_range
+):
+    asked = []
+
+    def two_parts(*chunk: int) -> int:
+        asked.append(chunk)
+        return 2
+
+    monkeypatch.setattr(sparse_mla_attention, "context_splits", two_parts)
+    world = make_world([1116] * 2)
+    words = world.whole_mask_words(SPANS, fits=not per_range)
+    step = world.step(SPANS, mask_words=words)
+    output = world.run(step)
+    assert asked == ([] if per_range else [(16, 1, 1100, world.dims.num_heads)])
+    found = {(call.causal, call.num_splits) for call in world.calls}
+    assert found == {(True, 1), (False, 1 if per_range else 2)}
+    world.assert_right(step, output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("dims", [(128, 64, 128), (192, 64, 256)], ids=str)
+def test_against_float64(make_world, dims, heads):
+    nope, rope, v = dims
+    world = make_world(
+        [9000] * 3, dims=Dims(heads, 512, nope, rope, v, 2048), block_size=64
+    )
+    for spans in (
+        [(0, 0, 2100), (1, 8500, 8516)],
+        [(0, 8191, 8193), (1, 4001, 4200), (2, 8999, 9000)],
+    ):
+        world.calls.clear()
+        step = world.step(spans, chunk_rows=8192)
+        output = world.run(step)
+        parts = [call.num_splits for call in world.calls if not call.causal]
+        if sparse_mla_sm90.sm90_masked_mha_enabled():
+            assert max(parts) > 1
+        else:
+            assert set(parts) == {1}
+        world.assert_right(step, output)
