@@ -52,6 +52,14 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("--shapes", "4096x1", "8192x1", "8192x8", "--repeat", "3"),
             *("--variants", variants),
         ],
+        "prefill-profile": [
+            *("benchmark_prefill_profile", "--model", "dsv32-16h", "--ranks", "8"),
+            *("--repeat", "3", "--variants", variants),
+        ],
+        "prefill-profile-128h": [
+            *("benchmark_prefill_profile", "--model", "dsv32-128h"),
+            *("--repeat", "3", "--variants", variants),
+        ],
         "serving-load": [
             *("benchmark_serving_load", "--seconds", "30", "--warm-up", "30"),
             *("--variants", variants),

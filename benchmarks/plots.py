@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from kernel_groups import GROUPS, OTHER
 from matplotlib.figure import Figure
 from prefill_batches import parse_batch
 from thresholds import MASKED, RATIO, STOCK_MASKED
@@ -130,12 +131,25 @@ def _ttft(frame: pd.DataFrame) -> tuple[str, Figure]:
     return f"vllm serve, {frame['model'].iloc[0]}", grid.figure
 
 
+def _profile(frame: pd.DataFrame) -> tuple[str, Figure]:
+    groups = [*GROUPS, OTHER]
+    frame = frame[frame["kernel"].isna() & frame["group"].isin(groups)]
+    grid = sns.displot(
+        frame, kind="hist", x="variant", weights="median ms", hue="group",
+        hue_order=groups, multiple="stack", shrink=0.8, col="prompt tokens", height=3.5,
+        aspect=0.8, facet_kws={"sharey": False}, palette="tab10", alpha=1,
+    )  # fmt: skip
+    grid.set_axis_labels("", "milliseconds on the GPU")
+    return f"A prefill by kernels, {frame['model'].iloc[0]}", grid.figure
+
+
 PLOTS = {
     "benchmark_sparse_mla_mask": _mask,
     "benchmark_masked_prefill": _prefill,
     "benchmark_topk_mask_build": _build,
     "benchmark_first_call": _first_call,
     "benchmark_serving_ttft": _ttft,
+    "benchmark_prefill_profile": _profile,
 }
 
 

@@ -18,6 +18,8 @@ from result_tables import markdown, pivot
 from thresholds import HOPPER_TABLE, MASKED, RATIO, STOCK_MASKED, crossovers
 
 Rows = Sequence[dict]
+FIRST_TOKEN, ALL_KERNELS = "time to first token", "all kernels"  # of a profile's groups
+_PLACE = ("model", "prompt tokens", "group")
 
 
 def _ms(row: dict) -> float:
@@ -236,6 +238,66 @@ def answers(rows: Rows) -> str:
     rows = [row for row in rows if row["at a time"] == rows[0]["at a time"]]
     names = ("model", "kv cache", "prompt tokens", control)
     return markdown(pivot(rows, names, "variant", lambda row: row[name]))
+
+
+def profile_totals(rows: Rows) -> str:
+    """Milliseconds to the first token and of all kernels, and stock's over each."""
+    shown = [row for row in rows if row["group"] in (FIRST_TOKEN, ALL_KERNELS)]
+    ms = {_place(row) + (row["variant"],): float(row["median ms"]) for row in shown}
+    baseline = rows[0]["variant"]
+    ratios = []
+    for row in shown:
+        if row["variant"] != baseline:
+            ratio = ms[*_place(row), baseline] / ms[*_place(row), row["variant"]]
+            name = f"{baseline} / {row['variant']}"
+            ratios.append(row | {"variant": name, "text": f"{ratio:.2f}"})
+
+    def cell(row: dict) -> str:
+        low, high = (float(row[name]) for name in ("fastest ms", "slowest ms"))
+        return f"{float(row['median ms']):.1f} ({low:.1f} to {high:.1f})"
+
+    cells = [row | {"text": cell(row)} for row in shown] + ratios
+    return markdown(pivot(cells, _PLACE, "variant", lambda row: row["text"]))
+
+
+def _place(row: dict) -> tuple[str, ...]:
+    return tuple(row[name] for name in _PLACE)
+
+
+def profile_groups(rows: Rows) -> str:
+    """Milliseconds of each group of kernels, and of all."""
+    shown = [row for row in rows if not row["kernel"] and row["group"] != FIRST_TOKEN]
+    return markdown(
+        pivot(shown, _PLACE, "variant", lambda row: f"{float(row['median ms']):.2f}")
+    )
+
+
+def profile_kernels(rows: Rows) -> str:
+    """Kernels that take a hundredth of a variant's time, at the middle length."""
+    lengths = sorted({int(row["prompt tokens"]) for row in rows})
+    middle = lengths[len(lengths) // 2]
+    rows = [row for row in rows if int(row["prompt tokens"]) == middle]
+    whole = {
+        (row["model"], row["variant"]): float(row["median ms"])
+        for row in rows
+        if row["group"] == ALL_KERNELS
+    }
+    large = {
+        (row["model"], row["kernel"])
+        for row in rows
+        if row["kernel"]
+        and float(row["median ms"]) >= 0.01 * whole[row["model"], row["variant"]]
+    }
+    shown = [
+        row | {"kernel": f"`{row['kernel']}`"}
+        for row in rows
+        if (row["model"], row["kernel"]) in large
+    ]
+
+    def cell(row: dict) -> str:
+        return f"{float(row['median ms']):.3f} ({row['launches']})"
+
+    return markdown(pivot(shown, (*_PLACE, "kernel"), "variant", cell))
 
 
 def load(rows: Rows) -> str:
