@@ -170,6 +170,22 @@ _NUM_WARPS = m.Assign(
 )
 
 
+def _call(function: str, *arguments: m.BaseMatcherNode) -> m.Call:
+    """A call of ``torch``'s function that begins with these arguments."""
+    callee = m.Attribute(m.Name("torch"), m.Name(function))
+    return m.Call(callee, [*map(m.Arg, arguments), m.ZeroOrMore()])
+
+
+def _in_place_for_mha(new: cst.Call) -> cst.IfExp:
+    """RoPE's output is its input where that lies beside the query's other part.
+
+    So it does for MHA alone: MQA has another part by then, of a product.
+    """
+    text = "q_pe if q_pe.stride() == ql_nope.stride() else f()"
+    either = cst.ensure_type(cst.parse_expression(text), cst.IfExp)
+    return either.with_changes(orelse=new)
+
+
 #: Edits by module.
 EDITS: dict[str, tuple[Edit, ...]] = {
     "vllm.model_executor.layers.attention.mla_attention": (
@@ -177,6 +193,23 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             "MLAAttention._use_sparse_mha",
             m.SaveMatchedNode(m.Call(m.Name("_use_masked_mha")), CHANGED),
             _ask_layer,
+        ),
+    ),
+    "vllm.models.deepseek_v32.attention": (
+        Edit(
+            "DeepseekV32Attention._sparse_indexer_and_attn",
+            m.SaveMatchedNode(
+                _call("cat", m.Tuple([m.Element(m.Name("q_nope")), m.DoNotCare()])),
+                CHANGED,
+            ),
+            lambda _: cst.parse_expression("self.impl.mha_query(q_nope, mha_q_pe)"),
+        ),
+    ),
+    "vllm.models.deepseek_v32.common.kernels": (
+        Edit(
+            "fused_q",
+            m.SaveMatchedNode(_call("empty_like", m.Name("q_pe")), CHANGED),
+            _in_place_for_mha,
         ),
     ),
     "vllm.vllm_flash_attn.cute.flash_fwd_sm100": (

@@ -80,6 +80,7 @@ OVERLAID_FILES = (
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_kv_cache"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_sm90"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_warmup"),
+    OverlaidFile("vllm.model_executor.kernels.attention.dsa.concat_mla_k"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl"),
     OverlaidFile(
@@ -94,6 +95,14 @@ EDITED_FILES = (
         "vllm.model_executor.layers.attention.mla_attention",
         "af3300b09fda788591861cff8f59ef2d41b02f17164763647d75f33330406f0d",
         keeps_name=True,
+    ),
+    EditedFile(
+        "vllm.models.deepseek_v32.attention",
+        "35e7c3d648d22d753926624296619ec70470cea3d66f9c761109b70ecaab9db1",
+    ),
+    EditedFile(
+        "vllm.models.deepseek_v32.common.kernels",
+        "23be4ed95ae476fcb4193c4e253c19fdf4b5ae951c50fedf6a3299f4c25ba25a",
     ),
     EditedFile(
         "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl",
@@ -124,6 +133,9 @@ RELIED_ON = {
     ),
     "model_executor/warmup/jit_warmup_cutedsl_helper.py": (
         "8d3b448ac416747e8544d3c8d5487e79cb5561e67146c91eb07b4ab9f4796e9b"
+    ),
+    "model_executor/warmup/jit_warmup_triton_helper.py": (
+        "59fe3d21f6d8ad625e953bbcf10b43e83f2379a82e755f9976ee797d28640d7c"
     ),
     "v1/attention/backends/fa_utils.py": (
         "d2ab2c0bf1daea3a6b73481c9e4438833fcd1ee714fa66869d279ca552948cdf"

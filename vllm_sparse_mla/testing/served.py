@@ -74,6 +74,7 @@ def server_config(
         impl.qk_head_dim = nope + rope
         impl.v_head_dim = v
         impl.masked_mha_available = True
+        impl._use_flashinfer_concat_mla_k = False
         layer = MLAAttention.__new__(MLAAttention)
         vars(layer).update(
             impl=impl,

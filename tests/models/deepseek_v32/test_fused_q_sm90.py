@@ -104,7 +104,8 @@ def inputs(
         q_pe_cos_sin_cache=rope_cache(),
         index_q=normal(tokens, index_heads, INDEX_DIM) if indexer else None,
         index_q_cos_sin_cache=rope_cache() if indexer else None,
-        ql_nope=nope if quantize else q[..., :128],
+        # Columns of ``q`` would have it rotated in place: once, not by both kernels.
+        ql_nope=nope,
         q_scale=torch.ones(1, device=device),
         index_weights=normal(tokens, 128 + index_heads)[:, 128:] if indexer else None,
         index_weights_softmax_scale=INDEX_DIM**-0.5,

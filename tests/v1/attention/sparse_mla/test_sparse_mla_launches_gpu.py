@@ -211,7 +211,10 @@ def test_nothing_is_allocated_beyond_what_is_called(world, report, monkeypatch, 
 
 
 def compiled():
-    """How many kernels FA4 and the mask builder have compiled in this process."""
+    """The kernels of FA4, for masks and for K that are compiled, and their owners."""
+    from vllm.model_executor.kernels.attention.dsa.concat_mla_k import (
+        CONCAT_MLA_K_KERNEL,
+    )
     from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
         TOPK_MASK_KERNEL,
     )
@@ -223,7 +226,9 @@ def compiled():
         interface._compute_blocks_to_batch,
     )
     caches = [function.compile_cache.cache for function in functions]
-    return [*caches, TOPK_MASK_KERNEL._compiled_cache], TOPK_MASK_KERNEL
+    caches.append(TOPK_MASK_KERNEL._compiled_cache)
+    caches.append(CONCAT_MLA_K_KERNEL.kernel.device_caches[0][0])
+    return caches, TOPK_MASK_KERNEL, CONCAT_MLA_K_KERNEL
 
 
 LENGTHS = {
@@ -247,7 +252,7 @@ def test_after_warm_up_no_length_compiles(make_world, report, dims, lengths):
     from vllm.model_executor.layers.attention import sparse_mla_warmup
 
     nope, rope, v = dims
-    caches, builder = compiled()
+    caches, builder, concat = compiled()
     for cache in caches:
         cache.clear()
     start = time.perf_counter()
@@ -263,6 +268,7 @@ def test_after_warm_up_no_length_compiles(make_world, report, dims, lengths):
         )
     fa4_seconds = time.perf_counter() - start
     builder.compile(builder.CompileKey(vectorized=True))
+    concat.compile(concat.CompileKey(16, *dims, torch.bfloat16))
     seconds = time.perf_counter() - start
     warmed = [len(cache) for cache in caches]
 

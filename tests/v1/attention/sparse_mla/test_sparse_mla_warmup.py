@@ -59,12 +59,25 @@ def warmup(monkeypatch):
 
 
 @pytest.fixture
-def compiled(warmup, monkeypatch):
-    """The kernels that start-up asks to compile, and nothing compiles."""
+def concatenated(monkeypatch):
+    """The programs for K that start-up asks to compile, and nothing compiles."""
+    asked = []
+    monkeypatch.setattr(concat_kernel(), "compile", asked.append)
+    return asked
+
+
+@pytest.fixture
+def compiled(warmup, concatenated, monkeypatch):
+    """The kernels of masked MHA that start-up asks to compile; nothing compiles."""
     asked = []
     for kernel in kernels():
         monkeypatch.setattr(kernel, "compile", asked.append)
     return asked
+
+
+def concat_kernel():
+    name = "vllm.model_executor.kernels.attention.dsa.concat_mla_k"
+    return importlib.import_module(name).CONCAT_MLA_K_KERNEL
 
 
 def kernels():
@@ -150,6 +163,31 @@ def test_layers_are_available_while_the_model_is_built(monkeypatch):
     config = served.server_config(force_mqa=True)
     monkeypatch.setattr("vllm.config.vllm._current_vllm_config", config)
     assert not warmup_module().masked_mha_is_ruled_out()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["jit-warm-up", "eager"])
+@pytest.mark.parametrize(
+    ("options", "flashinfer", "expected"),
+    [
+        pytest.param({}, False, (16, 128, 64, 128), id="deepseek"),
+        pytest.param(dict(model="glm"), False, (8, 192, 64, 256), id="glm"),
+        pytest.param(dict(model="glm-flash"), False, None, id="no-rope-part"),
+        pytest.param(dict(force_mqa=True), False, (16, 128, 64, 128), id="forced-mqa"),
+        pytest.param({}, True, None, id="flashinfer"),
+    ],
+)
+def test_the_program_for_k_is_compiled_at_start_up(
+    concatenated, compiled, monkeypatch, options, flashinfer, expected, eager
+):
+    """Dense MHA takes it too."""
+    config = served.server_config(
+        num_layers=3, enforce_eager=eager, enable_jit_warmup=not eager, **options
+    )
+    for layer in served.layers_of(config):
+        layer.impl._use_flashinfer_concat_mla_k = flashinfer
+    load(config, monkeypatch)
+    keys = {dataclasses.astuple(key) for key in concatenated}
+    assert keys == ({(*expected, torch.bfloat16)} if expected else set())
 
 
 def test_who_turns_warm_up_off_without_eager_mode_gets_none(compiled, monkeypatch):

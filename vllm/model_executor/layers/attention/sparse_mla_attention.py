@@ -19,6 +19,11 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vllm.logger import init_logger
+from vllm.model_executor.kernels.attention.dsa.concat_mla_k import (
+    CONCAT_MLA_K_KERNEL,
+    can_concat_mla_k,
+    concat_mla_k,
+)
 from vllm.model_executor.kernels.attention.dsa.topk_mask import (
     TOPK_MASK_ALIGN_BYTES,
     build_packed_topk_mask,
@@ -46,6 +51,7 @@ from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
 from vllm.model_executor.layers.attention.sparse_mla_warmup import (
     MASKED_MHA_WARMUP,
     MAX_MASKED_MHA_REQUESTS,
+    compile_before_first_prompt,
     masked_mha_is_ruled_out,
     prepare_masked_mha,
 )
@@ -298,6 +304,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             if is_quantized and not sm90_masked_mha_enabled():
                 install_quantized_kv_thresholds()
             self.masked_mha_available = prepare_masked_mha(self)
+        if not self._use_flashinfer_concat_mla_k:
+            compile_before_first_prompt(CONCAT_MLA_K_KERNEL)
 
     def masked_mha_pays(
         self, layer: MLAAttention, attn_metadata: MLACommonMetadata, admitted: bool
@@ -353,6 +361,42 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 workspace.numel(),
             )
         return fits
+
+    @staticmethod
+    def mha_query(q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+        """The whole query of MHA: the tensor whose columns the parts are, if there is.
+
+        Args:
+            q_nope: ``[tokens, heads, qk_nope_head_dim]``.
+            q_pe: ``[tokens, heads, qk_rope_head_dim]``, rotated.
+
+        Returns:
+            ``[tokens, heads, qk_head_dim]``, contiguous; a copy unless the parts lie
+            side by side, as they do where RoPE has been applied in place.
+        """
+        tokens, heads, nope_dim = q_nope.shape
+        head_dim = nope_dim + q_pe.shape[2]
+        strides = (heads * head_dim, head_dim, 1)
+        # Parts that are captured in a CUDA graph have storages of their own.
+        storages = [part.untyped_storage().data_ptr() for part in (q_nope, q_pe)]
+        if (
+            storages[0] == storages[1]
+            and q_nope.stride() == q_pe.stride() == strides
+            and q_pe.storage_offset() == q_nope.storage_offset() + nope_dim
+        ):
+            return q_nope.as_strided((tokens, heads, head_dim), strides)
+        return torch.cat((q_nope, q_pe), dim=-1)
+
+    def _concat_k_nope_k_pe(
+        self, k_nope: torch.Tensor, k_pe: torch.Tensor
+    ) -> torch.Tensor:
+        """K of dense and masked MHA, in one pass.
+
+        V needs none: FA4 reads it where the projection has put it, beside K's part.
+        """
+        if self._use_flashinfer_concat_mla_k or not can_concat_mla_k(k_nope, k_pe):
+            return super()._concat_k_nope_k_pe(k_nope, k_pe)
+        return concat_mla_k(k_nope, k_pe)
 
     def _project_kv(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor

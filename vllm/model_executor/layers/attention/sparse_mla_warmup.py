@@ -347,11 +347,25 @@ def _log_lengths(layer: MLAAttention, vllm_config: "VllmConfig") -> None:
     )
 
 
+def compile_before_first_prompt(kernel: VllmJitKernel) -> None:
+    """Have a kernel compiled by vLLM's JIT warm-up.
+
+    ``--enforce-eager`` switches that off, and then compiles now.
+    """
+    vllm_config = get_current_vllm_config_or_none()
+    if (
+        vllm_config is not None
+        and vllm_config.model_config is not None
+        and vllm_config.model_config.enforce_eager
+        and not vllm_config.kernel_config.enable_jit_warmup
+    ):
+        kernel.warmup(vllm_config)
+    else:
+        kernel.register_warmup()
+
+
 def prepare_masked_mha(impl: Any) -> bool:
     """Have masked MHA compiled before the first prompt, if this layer can take it.
-
-    Registers with vLLM's JIT warm-up. ``--enforce-eager`` switches that off, and then
-    compiles now.
 
     Args:
         impl: The attention implementation of a layer whose model is built.
@@ -375,13 +389,5 @@ def prepare_masked_mha(impl: Any) -> bool:
             return False
         if sm90_masked_mha_enabled():
             _log_lengths(layer, vllm_config)
-    if (
-        vllm_config is not None
-        and vllm_config.model_config is not None
-        and vllm_config.model_config.enforce_eager
-        and not vllm_config.kernel_config.enable_jit_warmup
-    ):
-        MASKED_MHA_WARMUP.warmup(vllm_config)
-    else:
-        MASKED_MHA_WARMUP.register_warmup()
+    compile_before_first_prompt(MASKED_MHA_WARMUP)
     return True
