@@ -242,6 +242,39 @@ def copy_floor(bytes_per_call: int, buffers: int) -> Callable[[int], object]:
     return launch
 
 
+def timing_rows(
+    timings: Mapping[str, Timing], num_bytes: int, buffers: int, case: dict
+) -> list[dict]:
+    """A row for each variant, among them ``stock`` and the ``floor``.
+
+    Args:
+        timings: by variant.
+        num_bytes: what a launch has to move.
+        buffers: how many a sample went through.
+        case: what the rows begin with.
+    """
+    rows = []
+    for name, timing in timings.items():
+        low, high = timing.spread_us
+        rows.append(
+            case
+            | {
+                "variant": name,
+                "median us": timing.median_us,
+                "p10 us": low,
+                "p90 us": high,
+                "stock / this": timings["stock"].median_us / timing.median_us,
+                "this / floor": timing.median_us / timings["floor"].median_us,
+                "GB/s": num_bytes / timing.median_us / 1e3,
+                "MB moved": num_bytes / 1e6,
+                "host us": timing.host_us,
+                "samples": len(timing.samples),
+                "buffers": buffers,
+            }
+        )
+    return rows
+
+
 def _version(package: str) -> str:
     try:
         return version(package)

@@ -29,6 +29,7 @@ from bench_common import (
     save_csv,
     save_plot,
     time_interleaved,
+    timing_rows,
     with_progress,
 )
 
@@ -233,29 +234,9 @@ def measure(shape: Shape, kind: str, args, device) -> list[dict]:
     buffers = len(case.outs)
     variants["floor"] = copy_floor(case.num_bytes, buffers)
     timings = time_interleaved(variants, buffers, args.repeat)
-    rows = []
-    for name, timing in timings.items():
-        low, high = timing.spread_us
-        rows.append(
-            {
-                "shape": str(shape),
-                "topk": args.topk,
-                "rows": kind,
-                "variant": name,
-                "median us": timing.median_us,
-                "p10 us": low,
-                "p90 us": high,
-                "stock / this": timings["stock"].median_us / timing.median_us,
-                "this / floor": timing.median_us / timings["floor"].median_us,
-                "GB/s": case.num_bytes / timing.median_us / 1e3,
-                "MB moved": case.num_bytes / 1e6,
-                "host us": timing.host_us,
-                "correct": correct.get(name, ""),
-                "samples": len(timing.samples),
-                "buffers": buffers,
-            }
-        )
-    return rows
+    named = {"shape": str(shape), "topk": args.topk, "rows": kind}
+    rows = timing_rows(timings, case.num_bytes, buffers, named)
+    return [row | {"correct": correct.get(row["variant"], "")} for row in rows]
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ def steps(sm90: bool) -> dict[str, list[str]]:
         "prefill-mixes": [prefill, "--preset", "mixes", "--repeat", "7"],
         FIT: [prefill, "--preset", "fit", "--time-limit", "180"],
         "topk-mask-build": ["benchmark_topk_mask_build", "--repeat", "10"],
+        "mha-layout": ["benchmark_mha_layout", "--repeat", "10"],
         "first-call": ["benchmark_first_call"],
         "serving-ttft": [
             *("benchmark_serving_ttft", "--model", "dsv32-16h", "--ranks", "8"),

@@ -112,6 +112,16 @@ def _build(frame: pd.DataFrame) -> tuple[str, Figure]:
     return "Building the mask of one request, keys of a row in any order", grid.figure
 
 
+def _layout(frame: pd.DataFrame) -> tuple[str, Figure]:
+    frame = frame[frame["variant"] != "floor"]
+    grid = sns.catplot(
+        frame, kind="bar", x="this / floor", y="shape", hue="variant", row="model",
+        col="part", height=3, sharex="col", sharey=False,
+    )  # fmt: skip
+    grid.set_axis_labels("time over a copy of as many bytes", "tokens x heads")
+    return "Laying out Q and K for MHA", grid.figure
+
+
 def _first_call(frame: pd.DataFrame) -> tuple[str, Figure]:
     grid = sns.relplot(
         frame, x="length", y="first call ms", hue="variant", style="variant", height=3,
@@ -147,6 +157,7 @@ PLOTS = {
     "benchmark_sparse_mla_mask": _mask,
     "benchmark_masked_prefill": _prefill,
     "benchmark_topk_mask_build": _build,
+    "benchmark_mha_layout": _layout,
     "benchmark_first_call": _first_call,
     "benchmark_serving_ttft": _ttft,
     "benchmark_prefill_profile": _profile,

@@ -186,12 +186,21 @@ def _choices(rows: Rows) -> list[dict[str, str]]:
     return table
 
 
-def build_times(rows: Rows) -> str:
-    """Microseconds of each builder."""
-    names = ("shape", "rows")
+def _microseconds(rows: Rows, *names: str) -> str:
+    """Medians of each variant, a row for each case that the columns name."""
     return markdown(
         pivot(rows, names, "variant", lambda row: f"{float(row['median us']):.1f}")
     )
+
+
+def build_times(rows: Rows) -> str:
+    """Microseconds of each builder."""
+    return _microseconds(rows, "shape", "rows")
+
+
+def layout_times(rows: Rows) -> str:
+    """Microseconds of each way to lay out Q or K."""
+    return _microseconds(rows, "part", "model", "shape")
 
 
 def first_call_medians(rows: Rows) -> pd.DataFrame:

@@ -61,6 +61,7 @@ def test_help_names_the_common_options(run, capsys, script):
     [
         "benchmark_masked_prefill",
         "benchmark_topk_mask_build",
+        "benchmark_mha_layout",
         "benchmark_first_call",
     ],
 )
@@ -75,6 +76,8 @@ def test_says_that_it_needs_a_gpu(run, script):
         ("benchmark_sparse_mla_mask", "3x256x2048/8/ones"),
         ("benchmark_sparse_mla_mask", "1x4096x2048/8/ones"),
         ("benchmark_sparse_mla_mask", "1x256x2048/8/ones/sideways"),
+        ("benchmark_mha_layout", "0x16"),
+        ("benchmark_mha_layout", "4096"),
         ("benchmark_masked_prefill", "q0s512"),
         ("benchmark_masked_prefill", "4096"),
     ],
