@@ -26,6 +26,7 @@ PROLOGUE = r"""
 from render_results import Page, readme_results
 from result_sections import *
 from codegen_sections import *
+from whole_model import assumptions, whole_model
 page = Page.of(cog.inFile)
 put = lambda text: cog.out(f"\n{text}\n\n")
 """
