@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import vllm
-from vllm_sparse_mla import guard
+from vllm_sparse_mla import envs, guard
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 REPLACED = "vllm.model_executor.layers.attention.sparse_mla_attention"
@@ -90,7 +90,7 @@ def test_one_line_tells(fresh):
     (line,) = lines_about_us(fresh)
     assert "INFO" in line and guard.VLLM_VERSION in line
     for file in guard.OVERLAID_FILES + guard.EDITED_FILES:
-        on_request = file.module == "vllm.vllm_flash_attn.cute.mask"
+        on_request = file.enabled is envs.sm90
         assert (file.path_in_package in line) is not on_request
 
 
