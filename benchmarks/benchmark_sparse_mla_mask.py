@@ -90,17 +90,17 @@ def callbacks(case: Case) -> dict[str, Callable]:
     """The callbacks that can serve a case on this GPU, by the name of the variant."""
     from vllm_sparse_mla.codegen import word_callbacks
 
+    name = "offset_dense_mask_mod" if case.offset else "dense_mask_mod"
     if on_sm90():
         plain = not (case.causal or case.offset)
         found = {ONE_KEY: word_callbacks.scalar_mask_mod} if plain else {}
     else:
-        name = "offset_dense_mask_mod" if case.offset else "dense_mask_mod"
         found = {} if case.offset else {ONE_WORD: word_callbacks.word_mask_mod}
         found |= {STOCK: getattr(load_stock_module(MASK_MODULE), name)}
     if active_finder() is not None:
         from vllm.model_executor.layers.attention import sparse_mla_mask
 
-        found |= {OURS: sparse_mla_mask.mask_mod_for(case.offset)}
+        found |= {OURS: getattr(sparse_mla_mask, name)}
     return found
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import libcst as cst
 import libcst.matchers as m
 
+from vllm_sparse_mla.overlay import overlay_root
+
 #: Under this name a pattern saves the node that an edit changes.
 CHANGED = "changed"
 
@@ -26,9 +28,9 @@ class Edit:
     """A change of one expression.
 
     Attributes:
-        function: qualified name, such as ``Class.method``.
-        pattern: matches exactly one node inside the function, and saves the expression
-            to change as ``CHANGED``.
+        function: qualified name, such as ``Class.method``, also of a constant.
+        pattern: matches exactly one node inside the definition, and saves the
+            expression to change as ``CHANGED``.
         change: returns what that expression becomes, on as many lines.
         imports: statements that it needs at the top of the file; not for a module that
             may be edited where it is (``guard.EditedFile.keeps_name``).
@@ -37,7 +39,7 @@ class Edit:
 
     function: str
     pattern: m.BaseMatcherNode
-    change: Callable[[cst.BaseExpression], cst.BaseExpression]
+    change: Callable[[cst.CSTNode], cst.CSTNode]
     imports: tuple[str, ...] = ()
     exported: bool = True
 
@@ -66,9 +68,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
         new = edit.change(old)
         if _lines(tree, new) != _lines(tree, old):
             raise ValueError(f"an edit of {edit.function} moves lines")
-        tree = tree.with_deep_changes(
-            function, body=function.body.deep_replace(old, new)
-        )
+        tree = tree.deep_replace(function, function.deep_replace(old, new))
     for statement in dict.fromkeys(name for edit in edits for name in edit.imports):
         tree = _with_import(tree, statement)
     return tree.code
@@ -91,10 +91,14 @@ def _lines(tree: cst.Module, node: cst.CSTNode) -> int:
     return tree.code_for_node(node).count("\n")
 
 
-def _find_function(tree: cst.Module, name: str) -> cst.FunctionDef:
+def _find_function(tree: cst.Module, name: str) -> cst.CSTNode:
     found = [tree]
     for part in name.split("."):
-        definition = m.FunctionDef(m.Name(part)) | m.ClassDef(m.Name(part))
+        named = m.Name(part)
+        constant = m.Assign(targets=[m.AssignTarget(named)])
+        definition = (
+            m.FunctionDef(named) | m.ClassDef(named) | m.SimpleStatementLine([constant])
+        )
         bodies = [node if node is tree else node.body for node in found]
         found = [n for body in bodies for n in body.body if m.matches(n, definition)]
     if len(found) != 1:
@@ -102,13 +106,40 @@ def _find_function(tree: cst.Module, name: str) -> cst.FunctionDef:
     return found[0]
 
 
-def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
-    """The call with one more keyword argument at its end."""
-    added = cst.ensure_type(cst.parse_expression(f"f({name}={value})"), cst.Call)
-    *first, last = call.args
-    space = cst.SimpleWhitespace(" ")
-    last = last.with_changes(comma=cst.Comma(whitespace_after=space))
-    return call.with_changes(args=[*first, last, *added.args])
+def _appended(items: Sequence[cst.CSTNode], added: cst.CSTNode) -> list[cst.CSTNode]:
+    """Arguments or parameters with one more at their end, on the last one's line."""
+    *first, last = items
+    space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    return [
+        *first,
+        last.with_changes(comma=space),
+        added.with_changes(comma=last.comma),
+    ]
+
+
+def _with_arguments(call: cst.Call, arguments: str) -> cst.Call:
+    """The call with more keyword arguments at its end."""
+    items = call.args
+    for added in cst.ensure_type(
+        cst.parse_expression(f"f({arguments})"), cst.Call
+    ).args:
+        items = _appended(items, added)
+    return call.with_changes(args=items)
+
+
+def _with_parameter(parameters: cst.Parameters, parameter: str) -> cst.Parameters:
+    """The parameters with one more that has a default."""
+    (added,) = cst.ensure_type(
+        cst.parse_statement(f"def f({parameter}): pass"), cst.FunctionDef
+    ).params.params
+    return parameters.with_changes(params=_appended(parameters.params, added))
+
+
+def _with_mask_fn(function: str) -> m.Call:
+    """A call of a function that gets a partial of the mask's application."""
+    partial = m.SaveMatchedNode(m.Call(m.Name("partial")), CHANGED)
+    mask_fn = m.Arg(partial, keyword=m.Name("mask_fn"))
+    return m.Call(m.Name(function), [m.ZeroOrMore(), mask_fn, m.ZeroOrMore()])
 
 
 # The block of a loop that applies a callback, if there is one, and else no mask at all:
@@ -119,35 +150,57 @@ _CALLBACK_ALONE = m.If(
         [m.Arg(m.Comparison(m.Attribute(m.Name("self"), m.Name("mask_mod"))))],
     ),
     body=m.IndentedBlock(
-        [
-            m.SimpleStatementLine(
-                [
-                    m.Assign(
-                        value=m.Call(
-                            m.Name("softmax_step"),
-                            [
-                                m.ZeroOrMore(),
-                                m.Arg(
-                                    m.SaveMatchedNode(
-                                        m.Call(m.Name("partial")), CHANGED
-                                    ),
-                                    keyword=m.Name("mask_fn"),
-                                ),
-                            ],
-                        )
-                    )
-                ]
-            )
-        ]
+        [m.SimpleStatementLine([m.Assign(value=_with_mask_fn("softmax_step"))])]
     ),
 )
+
+_VECTOR_MASK_MOD = "vector_mask_mod"
+_PARAMETERS = m.SaveMatchedNode(
+    m.Parameters([m.Param(m.Name("self")), m.AtLeastN(n=1)]), CHANGED
+)
+_TOO_WIDE = m.SaveMatchedNode(
+    m.Comparison(
+        m.Attribute(m.Name("self"), m.Name("mask_vec_size")),
+        [m.ComparisonTarget(m.GreaterThan())],
+    ),
+    CHANGED,
+)
+_SUPER_INIT = m.SaveMatchedNode(
+    m.Call(m.Attribute(m.Call(m.Name("super")), m.Name("__init__"))), CHANGED
+)
+_MASK_FN = m.SaveMatchedNode(
+    m.Call(
+        m.Name("partial"),
+        [m.Arg(m.Attribute(attr=m.Name("apply_mask"))), m.AtLeastN(n=1)],
+    ),
+    CHANGED,
+)
+
+
+def _unless_it_takes_vectors(test: cst.Comparison) -> cst.BaseExpression:
+    name = cst.parse_expression(f"not {_VECTOR_MASK_MOD}")
+    return cst.BooleanOperation(test, cst.And(), name)
+
+
+def _taking_vectors(call: cst.Call) -> cst.Call:
+    """The call with the new parameter before its ``**kwargs``."""
+    *first, kwargs = call.args
+    added = cst.ensure_type(
+        cst.parse_expression(f"f({_VECTOR_MASK_MOD}=True, )"), cst.Call
+    ).args
+    return call.with_changes(args=[*first, *added, kwargs])
+
 
 _NEW_DIGEST = m.Call(m.Attribute(m.Name("hashlib"), m.Name("sha256")), [])
 
 
 def _with_digest_of_edits(call: cst.Call) -> cst.Call:
-    """The new digest with this file in it."""
-    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    """The new digest with this file, and what is overlaid in FA4, in it."""
+    files = [
+        Path(__file__),
+        *sorted(overlay_root().glob("vllm/vllm_flash_attn/**/*.py")),
+    ]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return call.with_changes(args=[cst.Arg(cst.SimpleString(f'b"{digest}"'))])
 
 
@@ -164,9 +217,9 @@ _LEAST_CAPABILITY = m.Call(
     m.Attribute(m.Name("current_platform"), m.Name("has_device_capability")),
     [m.Arg(m.SaveMatchedNode(m.Integer("100"), CHANGED))],
 )
-_KERNEL_CLASS = m.Assign(
-    [m.AssignTarget(m.Name("kernel"))],
-    m.Call(m.SaveMatchedNode(m.Name("FusedQKernel"), CHANGED)),
+_NUM_WARPS = m.Assign(
+    [m.AssignTarget(m.Attribute(m.Name("self"), m.Name("num_warps")))],
+    m.SaveMatchedNode(m.Integer("4"), CHANGED),
 )
 
 
@@ -185,6 +238,83 @@ def _in_place_for_mha(new: cst.Call) -> cst.IfExp:
     either = cst.ensure_type(cst.parse_expression(text), cst.IfExp)
     return either.with_changes(orelse=new)
 
+
+# The loop over the blocks that need no mask but a callback.
+_REST_OF_BLOCKS = m.For(
+    iter=m.Call(
+        args=[
+            m.Arg(m.BinaryOperation(right=m.Name("n_block_min_before_local_mask"))),
+            m.ZeroOrMore(),
+        ]
+    ),
+    body=m.IndentedBlock(
+        [
+            m.SimpleStatementLine([m.Assign(value=_with_mask_fn("mma_one_n_block"))]),
+            m.ZeroOrMore(),
+        ]
+    ),
+)
+
+
+def _without_diagonal(call: cst.Call) -> cst.Call:
+    return _with_arguments(call, "mask_causal=False")
+
+
+_FA4 = "vllm.vllm_flash_attn.cute"
+
+#: FA4: no diagonal below the diagonal.
+DIAGONAL_EDITS: dict[str, tuple[Edit, ...]] = {
+    f"{_FA4}.flash_fwd_sm100": (
+        Edit(
+            "FlashAttentionForwardSm100.softmax_loop",
+            _CALLBACK_ALONE,
+            _without_diagonal,
+        ),
+    ),
+    f"{_FA4}.flash_fwd_sm90": (
+        Edit("FlashAttentionForwardSm90.mma", _REST_OF_BLOCKS, _without_diagonal),
+    ),
+}
+
+#: FA4: vectorised callbacks on SM90, to which ``cute/mask.py`` of the overlay belongs.
+VECTOR_EDITS: dict[str, tuple[Edit, ...]] = {
+    f"{_FA4}.flash_fwd": (
+        Edit(
+            "FlashAttentionForwardBase.__init__",
+            _PARAMETERS,
+            lambda parameters: _with_parameter(
+                parameters, f"{_VECTOR_MASK_MOD}: bool = False"
+            ),
+        ),
+        Edit("FlashAttentionForwardBase.__init__", _TOO_WIDE, _unless_it_takes_vectors),
+    ),
+    f"{_FA4}.flash_fwd_sm90": (
+        Edit("FlashAttentionForwardSm90.__init__", _SUPER_INIT, _taking_vectors),
+        Edit(
+            "FlashAttentionForwardSm90.mma",
+            _MASK_FN,
+            lambda call: _with_arguments(
+                call,
+                "vec_size=self.mask_vec_size, "
+                "words_ahead=mask.make_words_ahead(thr_mma_qk) if const_expr("
+                "self.mask_vec_size > 1 and not self.use_block_sparsity) else None",
+            ),
+        ),
+    ),
+    # What a kernel is known by in memory has to hold all that it depends on.
+    f"{_FA4}.utils": (
+        Edit(
+            "_MIXER_ATTRS",
+            m.SaveMatchedNode(m.Tuple(), CHANGED),
+            lambda names: names.with_changes(
+                elements=_appended(
+                    names.elements,
+                    cst.Element(cst.SimpleString('"__column_alignment__"')),
+                )
+            ),
+        ),
+    ),
+}
 
 #: Edits by module.
 EDITS: dict[str, tuple[Edit, ...]] = {
@@ -212,13 +342,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             _in_place_for_mha,
         ),
     ),
-    "vllm.vllm_flash_attn.cute.flash_fwd_sm100": (
-        Edit(
-            "FlashAttentionForwardSm100.softmax_loop",
-            _CALLBACK_ALONE,
-            lambda call: _with_argument(call, "mask_causal", "False"),
-        ),
-    ),
     "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl": (
         Edit(
             "is_fused_q_cutedsl_supported",
@@ -226,18 +349,20 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             lambda _: cst.parse_expression("90 if envs.VLLM_SPARSE_MLA_SM90 else 100"),
             imports=("import vllm.envs as envs",),
         ),
+        # A warp has a head, or four of the indexer's: blocks of four warps are many and
+        # small.
         Edit(
-            "FusedQKernel.compile",
-            _KERNEL_CLASS,
-            lambda _: cst.parse_expression("for_this_device(FusedQKernel)"),
-            imports=(
-                "from vllm.models.deepseek_v32.nvidia.ops.fused_q_sm90 "
-                "import for_this_device",
+            "FusedQKernel.__init__",
+            _NUM_WARPS,
+            lambda _: cst.parse_expression(
+                "4 if current_platform.has_device_capability(100) "
+                "else math.gcd(16, num_heads, num_idx_heads // 4)"
             ),
+            imports=("import math",),
         ),
     ),
     # FA4 caches kernels on disk by its files as they lie there: an edit changes none.
-    "vllm.vllm_flash_attn.cute.cache_utils": (
+    f"{_FA4}.cache_utils": (
         Edit(
             "_compute_source_fingerprint",
             m.SaveMatchedNode(_NEW_DIGEST, CHANGED),
@@ -245,4 +370,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             exported=False,
         ),
     ),
+    **{
+        module: DIAGONAL_EDITS.get(module, ()) + VECTOR_EDITS.get(module, ())
+        for module in {**DIAGONAL_EDITS, **VECTOR_EDITS}
+    },
 }

@@ -83,7 +83,6 @@ OVERLAID_FILES = (
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.concat_mla_k"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl"),
-    OverlaidFile("vllm.models.deepseek_v32.nvidia.ops.fused_q_sm90"),
     OverlaidFile(
         "vllm.vllm_flash_attn.cute.mask",
         "ea35a2c9f29d82e8c939a7b161c39bd8bf40c43c702958fbfe074205fe5054e7",
@@ -115,8 +114,23 @@ EDITED_FILES = (
         "fc62f0889f79b770717e9030cb003749a14a7e01b3ada1443062ca11ac0edb9d",
     ),
     EditedFile(
+        "vllm.vllm_flash_attn.cute.flash_fwd",
+        "2f953f9be60af867bc5ac3efb0823e440abe153f3309753325bbce9bf49a7ef2",
+        enabled=envs.sm90,
+    ),
+    EditedFile(
         "vllm.vllm_flash_attn.cute.flash_fwd_sm100",
         "a080f5c1565a53bd90789ca88133ab055f0fa34e93fe866ed768f39c916667cb",
+    ),
+    EditedFile(
+        "vllm.vllm_flash_attn.cute.flash_fwd_sm90",
+        "3b5d0f896cce32d6940e8fb280b06719279d7d9af93e42346e2d51553fe4e7a1",
+        enabled=envs.sm90,
+    ),
+    EditedFile(
+        "vllm.vllm_flash_attn.cute.utils",
+        "2115599e1eefed2f8504f7d1d48088bb7bf3286cf2ea2fa98eb093876267099f",
+        enabled=envs.sm90,
     ),
 )
 
@@ -171,12 +185,6 @@ RELIED_ON = {
     "vllm_flash_attn/cute/block_info.py": (
         "f0ed9cc670dd7382e9ca65dcbe118b9abed4296ebadcc5d68a43ed33900c4968"
     ),
-    "vllm_flash_attn/cute/flash_fwd.py": (
-        "2f953f9be60af867bc5ac3efb0823e440abe153f3309753325bbce9bf49a7ef2"
-    ),
-    "vllm_flash_attn/cute/flash_fwd_sm90.py": (
-        "3b5d0f896cce32d6940e8fb280b06719279d7d9af93e42346e2d51553fe4e7a1"
-    ),
     "vllm_flash_attn/cute/interface.py": (
         "0d00d4b96c9cd616eae488ae394d6c50ab22e403a01df5a896995599fd62b2e3"
     ),
@@ -188,9 +196,6 @@ RELIED_ON = {
     ),
     "vllm_flash_attn/cute/tile_scheduler.py": (
         "27482cb3ef36aabcc07b115075557f6c18740790b4bd30986f2d52959be23abd"
-    ),
-    "vllm_flash_attn/cute/utils.py": (
-        "2115599e1eefed2f8504f7d1d48088bb7bf3286cf2ea2fa98eb093876267099f"
     ),
 }
 

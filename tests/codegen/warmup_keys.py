@@ -142,9 +142,9 @@ def never_causal(arguments: dict) -> dict:
 
 
 def always_dense(arguments: dict) -> dict:
-    from vllm.model_executor.layers.attention.sparse_mla_mask import mask_mod_for
+    from vllm.model_executor.layers.attention.sparse_mla_mask import dense_mask_mod
 
-    return arguments | dict(mask_mod=mask_mod_for(offset=False))
+    return arguments | dict(mask_mod=dense_mask_mod)
 
 
 def without_key_starts(arguments: dict) -> dict:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from vllm_sparse_mla.export_patch.changes import (
-    collect_fa4_changes,
     collect_vllm_changes,
     installed_vllm_root,
 )
 from vllm_sparse_mla.export_patch.diff import Change
+from vllm_sparse_mla.export_patch.fa4 import collect_fa4_changes
 from vllm_sparse_mla.export_patch.suite import Suite, collect_suite, tests_root
 
 

@@ -85,12 +85,13 @@ def test_a_second_export_is_equal_and_another_series_in_the_folder_is_refused(
     "subject, message, what",
     [
         ("Two\nlines", "m", "must be one line"),
+        ("[Tag] Subject", "m", "without a tag"),
         ("S", "", "it is empty"),
         ("S", "One.\n---\nTwo.", "'---'"),
         ("S", "Subject: another", "'Subject:'"),
         ("S", "One.\n\ndiff of a b", "'diff '"),
     ],
-    ids=["two-lines", "no-message", "dashes", "header", "diff"],
+    ids=["two-lines", "tag", "no-message", "dashes", "header", "diff"],
 )
 def test_what_git_am_would_misread_is_refused(subject, message, what):
     with pytest.raises(ValueError, match=what):

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Program: FA4's masking of SM90 tiles with a packed callback, run on the host.
+"""Program: FA4's masking of SM90 tiles with a vectorised callback, run on the host.
 
 Each thread of each row tile masks its accumulators of each key block, in FA4's order,
-by the overlaid ``AttentionMask.apply_mask``; CuTe compiles it for the CPU, the layout
-of FA4's own tiled matrix product included. Mask storage lies between two pages that may
-not be touched: to stray out of it ends the process.
+by ``AttentionMask.apply_mask``; CuTe compiles it for the CPU, the layout of FA4's own
+tiled matrix product included. Mask storage lies between two pages that may not be
+touched: to stray out of it ends the process.
+
+It is the overlay's ``AttentionMask``, or with an argument that of the ``flash_attn`` in
+that folder, which has to have the patch.
 
 Prints a line of JSON for each case: its name, and whether exactly the mask's keys, and
 no key past a request's last, kept their score.
 """
 
 import ctypes
+import functools
 import json
 import math
 import mmap
+import sys
 from dataclasses import dataclass
 from unittest import mock
 
@@ -25,6 +30,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32, Uint64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import hopper_helpers
 
+from vllm_sparse_mla.codegen.worker import use_fa4_from
 from vllm_sparse_mla.plugin import register
 from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
 from vllm_sparse_mla.testing.host_callbacks import (
@@ -35,15 +41,14 @@ from vllm_sparse_mla.testing.host_callbacks import (
 
 register()
 install_parent_module()
+if len(sys.argv) > 1:
+    use_fa4_from(sys.argv[1])
 
 from quack import layout_utils  # noqa: E402
 
 from vllm.model_executor.layers.attention import sparse_mla_mask  # noqa: E402
 from vllm.vllm_flash_attn.cute import utils  # noqa: E402
-from vllm.vllm_flash_attn.cute.mask import (  # noqa: E402
-    AttentionMask,
-    packed_mask_front,
-)
+from vllm.vllm_flash_attn.cute.mask import AttentionMask  # noqa: E402
 from vllm.vllm_flash_attn.cute.seqlen_info import SeqlenInfoQK  # noqa: E402
 from vllm.vllm_flash_attn.cute.utils import AuxData  # noqa: E402
 
@@ -55,14 +60,23 @@ UNVISITED = 7.0
 
 @dataclass(frozen=True)
 class Case:
-    """Requests of ``k_lens`` keys that begin at key ``starts[b]`` of the mask."""
+    """Requests of ``k_lens`` keys that begin at key ``starts[b]`` of the mask.
 
-    callback: str
+    ``callback`` is the name of one of vLLM's, or the ``__vec_size__`` of one that keeps
+    the mask's words in even heads and their complement in odd ones. With ``heads``
+    above 1 (PackGQA) a tile's rows are ``heads`` for each query.
+    """
+
+    callback: str | int
     tile_n: int
     words: int
     k_lens: tuple[int, ...]
     starts: tuple[int, ...] | None = None
     reserved_word: bool = False
+    num_queries: int = ROWS
+    heads: int = 1
+    causal: bool = False
+    ahead: bool = True
 
 
 # A row of 8 words holds 256 keys, one of 16 holds 512, 480 beside a reserved word. The
@@ -78,7 +92,40 @@ CASES = {
     "reserved-word-80": Case(
         "offset_dense", 80, 16, (300, 443, 0, 80), (96, 37, 64, 1), True
     ),
+    "dense-causal-128": Case("dense", 128, 8, (256, 1, 0, 129, 128, 255), causal=True),
+    "offset-causal-80": Case(
+        "offset_dense", 80, 16, (300, 475, 0, 80), (96, 37, 64, 1), causal=True
+    ),
+    "dense-at-use-80": Case("dense", 80, 8, (80, 0, 81, 1, 160, 256), ahead=False),
+    # The last query is that of the storage's last row, in the middle of a tile.
+    "few-queries-128": Case("dense", 128, 8, (256, 77), num_queries=192),
+    "two-heads-80": Case(32, 80, 8, (256, 81, 0, 80), num_queries=128, heads=2),
+    "two-heads-causal-128": Case(
+        128, 128, 8, (256, 81, 128, 1), num_queries=128, heads=2, causal=True
+    ),
+    **{
+        f"vec-{vec}-{tile_n}": Case(vec, tile_n, 8, (256, 81, 0, 1))
+        for vec in (2, 8, 32, 64, 256)
+        for tile_n in (80, 128)
+    },
 }
+
+
+@functools.cache
+def words_mask_mod(vec_size: int):
+    """A callback of ``vec_size`` keys, which it may ask for at multiples of that."""
+
+    @cute.jit
+    def mask_mod(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
+        flip = Uint32(0) - Uint32(head[0] & 1)
+        keep = cute.make_rmem_tensor(max(vec_size // 32, 1), Uint32)
+        for i in cutlass.range_constexpr(max(vec_size // 32, 1)):
+            word = Uint32(aux_tensors[0][batch[0], q_idx[0], (kv_idx[0] >> 5) + i])
+            keep[i] = (word ^ flip) >> Uint32(kv_idx[0] & 31)
+        return keep.load()
+
+    mask_mod.__vec_size__ = vec_size
+    return mask_mod
 
 
 def between_forbidden_pages(shape: tuple[int, ...]) -> torch.Tensor:
@@ -100,10 +147,13 @@ def between_forbidden_pages(shape: tuple[int, ...]) -> torch.Tensor:
 def compile_masking(case: Case):
     """Compile what all threads of all tiles do: ``run(mask, starts, k_lens, out)``."""
     tile_n = case.tile_n
-    front = packed_mask_front(getattr(sparse_mla_mask, f"{case.callback}_mask_mod"))
+    if isinstance(case.callback, int):
+        mask_mod = words_mask_mod(case.callback)
+    else:
+        mask_mod = getattr(sparse_mla_mask, f"{case.callback}_mask_mod")
 
     @cute.jit
-    def mask_block(mask, thr_mma, aux, b, m_block, n_block, first, out):
+    def mask_block(mask, thr_mma, ahead, aux, b, m_block, n_block, first, out):
         coordinates = layout_utils.reshape_acc_to_mn(
             thr_mma.partition_C(cute.make_identity_tensor((TILE_M, tile_n)))
         )
@@ -119,9 +169,11 @@ def compile_masking(case: Case):
             n_block,
             thr_mma,
             mask_seqlen=first,
-            mask_causal=True,
-            mask_mod=front,
+            mask_causal=case.causal,
+            mask_mod=mask_mod,
             aux_data=AuxData(aux, None),
+            vec_size=mask_mod.__vec_size__,
+            words_ahead=ahead,
         )
         scores = layout_utils.reshape_acc_to_mn(acc)
         if n_block >= 0:
@@ -156,14 +208,19 @@ def compile_masking(case: Case):
                 for thread in range(THREADS):
                     thr_mma = tiled_mma.get_slice(thread)
                     info = SeqlenInfoQK.create(
-                        b, Int32(ROWS), Int32(0), mSeqUsedK=k_lens
+                        b, Int32(case.num_queries), Int32(0), mSeqUsedK=k_lens
                     )
-                    tile = AttentionMask(TILE_M, tile_n, info)
+                    tile = AttentionMask(
+                        TILE_M, tile_n, info, qhead_per_kvhead_packgqa=case.heads
+                    )
+                    ahead = None
+                    if cutlass.const_expr(case.ahead):
+                        ahead = tile.make_words_ahead(thr_mma)
+                    at = (tile, thr_mma, ahead, aux, b, m_block)
                     last = cute.ceil_div(k_lens[b], tile_n) - 1
-                    mask_block(tile, thr_mma, aux, b, m_block, last, True, out)
+                    mask_block(*at, last, True, out)
                     for i in range(last):
-                        n_block = last - 1 - i
-                        mask_block(tile, thr_mma, aux, b, m_block, n_block, False, out)
+                        mask_block(*at, last - 1 - i, False, out)
 
     def example(ndim: int, dtype: torch.dtype = torch.int32):
         return to_cute(torch.empty((2, 2, 8)[:ndim], dtype=dtype))
@@ -187,7 +244,8 @@ def shift_right(value: Uint32, shift: Uint32) -> Uint32:
 def is_exact(case: Case) -> bool:
     """Run a case on a random mask, and its callback alone on the same storage."""
     generator = torch.Generator().manual_seed(0)
-    mask = between_forbidden_pages((len(case.k_lens), ROWS, case.words))
+    shape = (len(case.k_lens), case.num_queries, case.words)
+    mask = between_forbidden_pages(shape)
     mask.random_(-(2**31), 2**31, generator=generator)
     starts = case.starts or (0,) * len(case.k_lens)
     aux = [mask]
@@ -197,27 +255,35 @@ def is_exact(case: Case) -> bool:
         aux.append(torch.tensor(starts, dtype=torch.int32))
     bits = ((mask[..., None] >> torch.arange(32)) & 1).bool().flatten(2)
     columns = case.tile_n * -(-max(case.k_lens) // case.tile_n)
-    expected = torch.full((len(case.k_lens), ROWS, columns), UNVISITED)
+    num_rows = case.num_queries * case.heads
+    query = torch.arange(num_rows) // case.heads
+    flip = (torch.arange(num_rows) % case.heads == 1)[:, None]
+    expected = torch.full((len(case.k_lens), num_rows, columns), UNVISITED)
     for b, (start, k_len) in enumerate(zip(starts, case.k_lens)):
         visited = case.tile_n * -(-k_len // case.tile_n)
         expected[b, :, :visited] = -math.inf
-        keep = bits[b, :, start : start + k_len]
+        keep = bits[b, query, start : start + k_len] ^ flip
+        if case.causal:
+            keep &= torch.arange(k_len) <= query[:, None] + k_len - case.num_queries
         expected[b, :, :k_len].masked_fill_(keep, 1.0)
 
-    out = torch.full_like(expected, UNVISITED)
+    out = torch.full((len(case.k_lens), ROWS, columns), UNVISITED)
     key_starts = to_cute(aux[1]) if len(aux) > 1 else None
     k_lens = to_cute(torch.tensor(case.k_lens, dtype=torch.int32))
     compile_masking(case)(to_cute(mask), key_starts, k_lens, to_cute(out))
+    exact = torch.equal(out[:, :num_rows], expected)
+    if isinstance(case.callback, int):
+        return exact
 
     # SM100 calls the callback itself, for every group of columns with a key.
     callback = getattr(sparse_mla_mask, f"{case.callback}_mask_mod")
-    kept = columns_kept(callback, aux, ROWS, max(case.k_lens))
+    kept = columns_kept(callback, aux, case.num_queries, max(case.k_lens))
     kept_bits = ((kept[..., None] >> torch.arange(32)) & 1).bool().flatten(2)
     alone = all(
         torch.equal(kept_bits[b, :, :k_len], bits[b, :, start : start + k_len])
         for b, (start, k_len) in enumerate(zip(starts, case.k_lens))
     )
-    return torch.equal(out, expected) and alone
+    return exact and alone
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""FA4's SM90 kernel with the packed mask, against a float64 reference on the GPU.
+"""FA4's SM90 kernel with vectorised callbacks, against a float64 reference on the GPU.
 
 Needs SM90 and ``VLLM_SPARSE_MLA_SM90=1``. Masks are packed here by plain torch, and
 every bit that belongs to no key of the call is random: keys before the first one and
@@ -126,9 +126,8 @@ def attend(inputs, q_lens, k_lens, *, causal, mask_mod=None, aux=()):
 
 def packed(name: str):
     from vllm.model_executor.layers.attention import sparse_mla_mask
-    from vllm.vllm_flash_attn.cute.mask import packed_mask_front
 
-    return packed_mask_front(getattr(sparse_mla_mask, f"{name}_mask_mod"))
+    return getattr(sparse_mla_mask, f"{name}_mask_mod")
 
 
 def check_against_float64(inputs, q_lens, k_lens, mask, key_starts, out, lse):
@@ -239,22 +238,54 @@ def test_every_key_start_modulo_128(dims, callback):
     )
 
 
-def _unused_callback():
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_grouped_queries_are_those_of_repeated_keys(num_kv_heads):
+    lengths, num_heads = [300, 0, 129], 4
+    mask = pack([topk_rows(n, n, 0) for n in lengths], [0] * 3, reserve_word=False)
+    q, k, v = make_inputs((192, 128), num_heads, lengths, lengths)
+    few = k[:, :num_kv_heads].contiguous(), v[:, :num_kv_heads].contiguous()
+    k, v = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in few)
+    masked = {"causal": True, "mask_mod": packed("dense"), "aux": [mask]}
+    out, lse = attend((q, *few), lengths, lengths, **masked)
+    starts = torch.zeros(3, dtype=torch.int32, device="cuda")
+    check_against_float64((q, k, v), lengths, lengths, mask, starts, out, lse)
+
+
+def test_the_diagonal_and_a_mask_that_crosses_it_both_apply():
+    lengths = [300, 0, 1000]
+    inputs = make_inputs((192, 128), 2, lengths, lengths)
+    keeps = [torch.rand((n, n), device="cuda") < 0.5 for n in lengths]
+    both = [keep & torch.ones_like(keep).tril() for keep in keeps]
+    results = [
+        attend(
+            inputs,
+            lengths,
+            lengths,
+            causal=True,
+            mask_mod=packed("dense"),
+            aux=[pack(masks, [0] * 3, reserve_word=False)],
+        )
+        for masks in (keeps, both)
+    ]
+    for crossing, causal in zip(*results):
+        assert torch.equal(crossing, causal)
+
+
+def _scalar_callback():
     from vllm_sparse_mla.codegen.word_callbacks import scalar_mask_mod
 
     return scalar_mask_mod
 
 
 @pytest.mark.parametrize(
-    "what, num_kv_heads, mask_mod, window",
+    "what, mask_mod, window",
     [
-        ("does not support pack_gqa", 1, lambda: packed("dense"), None),
-        ("does not support a window", 4, lambda: packed("dense"), 64),
-        ("would ignore mask_mod", 4, _unused_callback, None),
+        ("does not support a window", lambda: packed("dense"), 64),
+        ("does not support causal=True", _scalar_callback, None),
     ],
-    ids=["grouped-queries", "window", "other-callback-causal"],
+    ids=["window", "scalar-callback-causal"],
 )
-def test_what_is_not_supported_raises(what, num_kv_heads, mask_mod, window):
+def test_what_is_not_supported_raises(what, mask_mod, window):
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     q, k, v = make_inputs((192, 128), 4, [300], [300])
@@ -262,8 +293,8 @@ def test_what_is_not_supported_raises(what, num_kv_heads, mask_mod, window):
     with pytest.raises(NotImplementedError, match=what):
         flash_attn_varlen_func(
             q=q,
-            k=k[:, :num_kv_heads],
-            v=v[:, :num_kv_heads],
+            k=k,
+            v=v,
             cu_seqlens_q=cumulative([300]),
             cu_seqlens_k=cumulative([300]),
             max_seqlen_q=300,
@@ -275,19 +306,3 @@ def test_what_is_not_supported_raises(what, num_kv_heads, mask_mod, window):
             aux_tensors=[mask],
             aux_tensor_leading_dims=[2],
         )
-
-
-def test_fronts_are_one_each_and_told_apart():
-    from vllm.model_executor.layers.attention.sparse_mla_mask import (
-        dense_mask_mod,
-        offset_dense_mask_mod,
-    )
-    from vllm.vllm_flash_attn.cute.mask import packed_mask_front
-    from vllm.vllm_flash_attn.cute.utils import hash_callable
-
-    dense, offset = packed("dense"), packed("offset_dense")
-    assert packed_mask_front(dense_mask_mod) is dense
-    callbacks = (dense, offset, dense_mask_mod, offset_dense_mask_mod)
-    assert len({hash_callable(callback) for callback in callbacks}) == 4
-    with pytest.raises(ValueError, match="__vec_size__ == 128"):
-        packed_mask_front(_unused_callback())

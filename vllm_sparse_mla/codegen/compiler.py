@@ -35,7 +35,7 @@ def compile_variants(
         jobs: subprocesses at a time.
         progress: called with each record as it comes.
         fa4_dir: folder that holds a ``flash_attn`` package to compile instead of the
-            FA4 that vLLM vendors; not for sm_90.
+            FA4 that vLLM vendors. For sm_90 vectorised callbacks need the patch in it.
 
     Returns:
         A record per variant, in the order given.

@@ -130,11 +130,6 @@ def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
     vec_size = getattr(mask_mod, "__vec_size__", 1)
     if mask_mod is not None:
         mask_mod = count.around(mask_mod)
-    is_sm90 = variant.arch.startswith("sm_90")
-    if mask_mod is not None and vec_size == 128 and is_sm90 and not variant.alone:
-        from vllm.vllm_flash_attn.cute.mask import packed_mask_front
-
-        mask_mod = packed_mask_front(mask_mod)
     start = time.perf_counter()
     with count.watching(), stock_kernel(variant.stock_kernel):
         if variant.alone:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from vllm_sparse_mla.edits import EDITS, apply_edits
 from vllm_sparse_mla.export_patch.diff import Change
-from vllm_sparse_mla.export_patch.port import port_test
 from vllm_sparse_mla.export_patch.splice import Definition, Rules, splice
 from vllm_sparse_mla.export_patch.suite import Suite
 from vllm_sparse_mla.export_patch.switch import PATH as SWITCH_PATH
@@ -23,12 +22,6 @@ from vllm_sparse_mla.guard import (
 )
 from vllm_sparse_mla.overlay import overlay_root
 
-# FlashAttention's repository and the copy of it inside vLLM name one package twice.
-_FA4_PACKAGES = ("vllm.vllm_flash_attn.cute", "flash_attn.cute")
-_FA4_RULES = Rules(
-    wrapped={"AttentionMask.apply_mask": "_apply_unpacked_mask"}, formatted=False
-)
-_FA4_TESTS = ("test_causal_mask_mod.py",)
 _RULES = {
     "vllm.model_executor.layers.attention.sparse_mla_attention": Rules(
         # Steps of upstream's forward_mha, and kernels, that the mask builder replaces.
@@ -56,7 +49,7 @@ def installed_vllm_root() -> Path:
 
 
 def _is_fa4(file: OverlaidFile) -> bool:
-    return file.module.startswith(f"{_FA4_PACKAGES[0]}.")
+    return file.module.startswith("vllm.vllm_flash_attn.")
 
 
 def _read_upstream(root: Path, file: OverlaidFile) -> tuple[str, str]:
@@ -119,37 +112,3 @@ def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
         spliced = splice(text, before)
         changes.append(Change(name, before, spliced.text, spliced.definitions))
     return changes
-
-
-def collect_fa4_changes(root: Path, tests: Path | None) -> list[Change]:
-    """Changes of FlashAttention-4, at its own repository's paths, and their tests.
-
-    Args:
-        root: Folder that holds upstream's ``vllm/``.
-        tests: Folder of this repository's tests; None to add none.
-
-    Raises:
-        ValueError: If upstream lacks a file or has no place for a definition.
-    """
-    changes = []
-    for file in filter(_is_fa4, OVERLAID_FILES + EDITED_FILES):
-        change = _overlay_change(root, file, _FA4_RULES)
-        if change.before == change.after:
-            continue
-        changes.append(
-            Change(
-                _in_flash_attention(file.module).replace(".", "/") + ".py",
-                _in_flash_attention(change.before),
-                _in_flash_attention(change.after),
-                change.definitions,
-                change.warning,
-            )
-        )
-    for name in _FA4_TESTS if tests else ():
-        text = port_test((tests / "vllm_flash_attn" / name).read_text()).text
-        changes.append(Change(f"tests/cute/{name}", None, _in_flash_attention(text)))
-    return changes
-
-
-def _in_flash_attention(text: str) -> str:
-    return text.replace(*_FA4_PACKAGES)

@@ -32,7 +32,8 @@ def command(
         typer.Option(
             exists=True,
             file_okay=False,
-            help="Folder that holds vllm/; the installed vLLM's if none.",
+            help="Folder that holds vllm/, or flash_attn/ with --fa4; the installed "
+            "vLLM's if none.",
         ),
     ] = None,
     fa4: Annotated[
@@ -41,6 +42,14 @@ def command(
             "--fa4", help="Write the FlashAttention-4 patch, for flash-attention."
         ),
     ] = False,
+    series: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            callback=_check_folder,
+            help="Folder for numbered files for `git am`, in place of one patch.",
+        ),
+    ] = None,
 ) -> None:
     """Write the overlay as a unified diff that `git apply` takes.
 
@@ -49,17 +58,24 @@ def command(
     """
     # Not at the top: what it takes to write patches is not needed to serve.
     from vllm_sparse_mla.export_patch.changes import (
-        collect_fa4_changes,
         collect_vllm_changes,
         installed_vllm_root,
     )
     from vllm_sparse_mla.export_patch.diff import patch_text
+    from vllm_sparse_mla.export_patch.fa4 import collect_fa4_changes, fa4_series
+    from vllm_sparse_mla.export_patch.series import write_series
     from vllm_sparse_mla.export_patch.suite import collect_suite, tests_root
 
     tests = tests_root()
+    if series is not None and (not fa4 or output is not None):
+        raise typer.BadParameter("--series is for --fa4, without --output")
     try:
         root = upstream if upstream is not None else installed_vllm_root()
         suite = collect_suite(tests) if tests and not fa4 else None
+        if series is not None:
+            for path in write_series(series, fa4_series(root, tests)):
+                typer.echo(path)
+            return
         changes = (
             collect_fa4_changes(root, tests)
             if fa4

@@ -36,8 +36,11 @@ class Patch:
     changes: tuple[Change, ...]
 
     def __post_init__(self) -> None:
-        if not self.subject.strip() or "\n" in self.subject:
-            raise ValueError(f"a subject must be one line, got {self.subject!r}")
+        # A tag in brackets would go the way of `[PATCH 1/2]`.
+        if not re.fullmatch(r"[^\s\[].*", self.subject):
+            raise ValueError(
+                f"a subject must be one line without a tag, got {self.subject!r}"
+            )
         found = _NOT_A_MESSAGE.search(self.message)
         if found or not self.message.strip():
             raise ValueError(

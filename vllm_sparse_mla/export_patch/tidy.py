@@ -23,6 +23,21 @@ def tidy(text: str, formatted: bool = True) -> str:
     return _ruff(text, "format") if formatted else text
 
 
+def layout(text: str, line_length: int, like: str) -> str:
+    """Format a file, if the one before its change is formatted so.
+
+    Args:
+        text: A Python file.
+        line_length: Columns.
+        like: The file before.
+
+    Raises:
+        ValueError: As ``tidy``.
+    """
+    command = ("format", "--line-length", str(line_length))
+    return _ruff(text, *command) if _ruff(like, *command) == like else text
+
+
 def _ruff(text: str, *arguments: str) -> str:
     if find_spec("ruff") is None:
         raise ValueError("the export needs ruff: pip install 'vllm-sparse-mla[export]'")

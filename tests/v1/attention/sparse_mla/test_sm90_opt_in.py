@@ -32,8 +32,8 @@ pytestmark = pytest.mark.stock_fails("stock has no opt-in for SM90")
 
 SWITCH = "VLLM_SPARSE_MLA_SM90"
 FA4_MASK_MODULE = "vllm.vllm_flash_attn.cute.mask"
-PACKED = SimpleNamespace(packed_mask_front=None)
-UNPACKED = SimpleNamespace()
+PACKED = SimpleNamespace(AttentionMask=SimpleNamespace(apply_mask_mod_sm90_vector=None))
+UNPACKED = SimpleNamespace(AttentionMask=SimpleNamespace())
 DEEPSEEK_DIMS = (128, 512, 128, 64, 128)
 GLM_DIMS = (64, 512, 192, 64, 256)
 
@@ -115,26 +115,6 @@ def test_the_opt_in_keeps_upstreams_other_conditions(on_device):
     assert available(*GLM_DIMS, "bfloat16")
     assert not available(*GLM_DIMS, "nvfp4_ds_mla")
     assert not available(16, *DEEPSEEK_DIMS[1:], "auto")
-
-
-@pytest.mark.parametrize("offset", [False, True], ids=["dense", "offset"])
-@pytest.mark.parametrize(
-    ("family", "switch", "has_front"),
-    [(90, "1", True), (90, None, False), (100, "1", False)],
-    ids=["opted-in", "unset", "sm100"],
-)
-def test_fa4_takes_the_front_of_a_callback_on_sm90_alone(
-    on_device, monkeypatch, family, switch, has_front, offset
-):
-    from vllm.model_executor.layers.attention import sparse_mla_mask
-
-    on_device(family, switch)
-    module = SimpleNamespace(packed_mask_front=lambda mask_mod: ("front", mask_mod))
-    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.cute.mask", module)
-    name = "offset_dense_mask_mod" if offset else "dense_mask_mod"
-    plain = getattr(sparse_mla_mask, name)
-    expected = ("front", plain) if has_front else plain
-    assert sparse_mla_mask.mask_mod_for(offset) == expected
 
 
 @pytest.fixture

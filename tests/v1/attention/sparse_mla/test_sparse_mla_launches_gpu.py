@@ -85,7 +85,7 @@ def count(names):
     return counts
 
 
-def stock_impl(world, monkeypatch):
+def stock_impl(world):
     """The layer of the installed vLLM's own file, whatever replaces the module."""
     stock = load_stock_module(sparse_mla_attention.__name__)
     if hasattr(stock.SparseMLACommonImpl, "_build_whole_topk_mask"):
@@ -93,18 +93,6 @@ def stock_impl(world, monkeypatch):
     impl = world.make_impl(
         stock.SparseMLACommonImpl, topk_indices_buffer=world.topk_buffer
     )
-    if sparse_mla_attention.sm90_masked_mha_enabled():
-        import vllm.vllm_flash_attn as package
-        from vllm.vllm_flash_attn.cute.mask import packed_mask_front
-
-        attend = package.flash_attn_varlen_func
-
-        def with_front(**kwargs):
-            return attend(
-                **kwargs | {"mask_mod": packed_mask_front(kwargs["mask_mod"])}
-            )
-
-        monkeypatch.setattr(package, "flash_attn_varlen_func", with_front)
     return impl
 
 
@@ -130,7 +118,7 @@ def test_launches(world, report, monkeypatch, name):
     context = step.metadata.prefill.chunked_context
     chunks = 0 if context is None else len(context.chunks)
 
-    _, _, call_stock = prepared(world, name, stock_impl(world, monkeypatch))
+    _, _, call_stock = prepared(world, name, stock_impl(world))
     stock = count(launches(call_stock))
     report(
         kind="launches",

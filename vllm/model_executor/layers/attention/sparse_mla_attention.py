@@ -510,7 +510,10 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             ValueError: Keys are to be split without ``key_starts``, or ``mask`` is not
                 one that FA4's callbacks can read.
         """
-        from vllm.model_executor.layers.attention.sparse_mla_mask import mask_mod_for
+        from vllm.model_executor.layers.attention.sparse_mla_mask import (
+            dense_mask_mod,
+            offset_dense_mask_mod,
+        )
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         if num_splits != 1 and key_starts is None:
@@ -532,7 +535,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             out=out,
             fa_version=4,
             num_splits=num_splits,
-            mask_mod=mask_mod_for(offset=key_starts is not None),
+            mask_mod=dense_mask_mod if key_starts is None else offset_dense_mask_mod,
             aux_tensors=[mask] if key_starts is None else [mask, key_starts],
             aux_tensor_leading_dims=[2] if key_starts is None else [2, 0],
             causal=causal,

@@ -17,7 +17,6 @@ alone leaves four 32-bit loads.
 """
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import cutlass
@@ -25,9 +24,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from vllm.model_executor.kernels.attention.dsa.topk_mask import TOPK_MASK_ALIGN_BYTES
-from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
-    sm90_masked_mha_enabled,
-)
 from vllm.vllm_flash_attn.cute import utils
 
 _GROUP_WORDS = TOPK_MASK_ALIGN_BYTES // 4  # words of one load: 128 keys
@@ -142,17 +138,3 @@ def offset_dense_mask_mod(
 offset_dense_mask_mod.__vec_size__ = 128
 offset_dense_mask_mod.__column_alignment__ = 1
 offset_dense_mask_mod.__cute_hash__ = _file_hash("offset_dense_mask_mod")
-
-
-def mask_mod_for(offset: bool) -> Callable:
-    """The callback to hand FA4 on this device.
-
-    Args:
-        offset: Whether columns start at a key start, or at key 0.
-    """
-    mask_mod = offset_dense_mask_mod if offset else dense_mask_mod
-    if sm90_masked_mha_enabled():
-        from vllm.vllm_flash_attn.cute.mask import packed_mask_front
-
-        return packed_mask_front(mask_mod)
-    return mask_mod

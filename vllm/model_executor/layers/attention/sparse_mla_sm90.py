@@ -41,8 +41,10 @@ def _opted_in() -> bool:
     if not getattr(envs, "VLLM_SPARSE_MLA_SM90", False):
         return False
     try:
-        from vllm.vllm_flash_attn.cute.mask import packed_mask_front  # noqa: F401
-    except ImportError as error:
+        from vllm.vllm_flash_attn.cute.mask import AttentionMask
+
+        AttentionMask.apply_mask_mod_sm90_vector  # noqa: B018
+    except (ImportError, AttributeError) as error:
         logger.warning(
             "VLLM_SPARSE_MLA_SM90 is set, but FA4 takes no packed masks on SM90 in "
             "this process: masked MHA stays off. The variable has to be set before "

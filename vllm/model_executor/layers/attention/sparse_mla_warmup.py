@@ -213,7 +213,10 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
         ]
 
     def compile(self, compile_key: CompileKey) -> None:
-        from vllm.model_executor.layers.attention.sparse_mla_mask import mask_mod_for
+        from vllm.model_executor.layers.attention.sparse_mla_mask import (
+            dense_mask_mod,
+            offset_dense_mask_mod,
+        )
         from vllm.vllm_flash_attn.cute.interface import (
             _flash_attn_fwd,
             _make_compile_only_tensor_spec,
@@ -254,7 +257,7 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
                 if call.return_lse
                 else None
             ),
-            mask_mod=mask_mod_for(call.offset),
+            mask_mod=offset_dense_mask_mod if call.offset else dense_mask_mod,
             aux_tensors=aux_tensors,
             aux_tensor_leading_dims=[2, 0][: len(aux_tensors)],
             compile_only=True,
