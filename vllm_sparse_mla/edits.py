@@ -217,9 +217,9 @@ _LEAST_CAPABILITY = m.Call(
     m.Attribute(m.Name("current_platform"), m.Name("has_device_capability")),
     [m.Arg(m.SaveMatchedNode(m.Integer("100"), CHANGED))],
 )
-_NUM_WARPS = m.Assign(
-    [m.AssignTarget(m.Attribute(m.Name("self"), m.Name("num_warps")))],
-    m.SaveMatchedNode(m.Integer("4"), CHANGED),
+_KERNEL_CLASS = m.Assign(
+    [m.AssignTarget(m.Name("kernel"))],
+    m.Call(m.SaveMatchedNode(m.Name("FusedQKernel"), CHANGED)),
 )
 
 
@@ -349,16 +349,14 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             lambda _: cst.parse_expression("90 if envs.VLLM_SPARSE_MLA_SM90 else 100"),
             imports=("import vllm.envs as envs",),
         ),
-        # A warp has a head, or four of the indexer's: blocks of four warps are many and
-        # small.
         Edit(
-            "FusedQKernel.__init__",
-            _NUM_WARPS,
-            lambda _: cst.parse_expression(
-                "4 if current_platform.has_device_capability(100) "
-                "else math.gcd(16, num_heads, num_idx_heads // 4)"
+            "FusedQKernel.compile",
+            _KERNEL_CLASS,
+            lambda _: cst.parse_expression("for_this_device(FusedQKernel)"),
+            imports=(
+                "from vllm.models.deepseek_v32.nvidia.ops.fused_q_sm90 "
+                "import for_this_device",
             ),
-            imports=("import math",),
         ),
     ),
     # FA4 caches kernels on disk by its files as they lie there: an edit changes none.

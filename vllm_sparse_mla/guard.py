@@ -83,6 +83,7 @@ OVERLAID_FILES = (
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.concat_mla_k"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl"),
+    OverlaidFile("vllm.models.deepseek_v32.nvidia.ops.fused_q_sm90"),
     OverlaidFile(
         "vllm.vllm_flash_attn.cute.mask",
         "ea35a2c9f29d82e8c939a7b161c39bd8bf40c43c702958fbfe074205fe5054e7",

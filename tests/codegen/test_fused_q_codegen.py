@@ -39,7 +39,9 @@ from vllm_sparse_mla.plugin import register
 from vllm_sparse_mla.testing.stock import load_stock_module
 register()
 from vllm.models.deepseek_v32.nvidia.ops import fused_q_cutedsl as module
-module.current_platform = SimpleNamespace(has_device_capability=lambda x: x <= 90)
+from vllm.models.deepseek_v32.nvidia.ops import fused_q_sm90
+sm90 = SimpleNamespace(has_device_capability=lambda x: x <= 90)
+module.current_platform = fused_q_sm90.current_platform = sm90
 none = 0, 0, None, None
 dump, keys = Path(sys.argv[1]), json.loads(sys.argv[2])
 for number, (stock, heads, index_heads, interleaved, quantized) in enumerate(keys):
@@ -93,14 +95,15 @@ def test_it_compiles_and_fills_an_sm(compiled, key):
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: "-".join(map(str, key)))
-def test_a_block_has_a_warp_for_as_many_heads_as_divide(compiled, key):
-    heads, index_heads, *_ = key
+def test_blocks_are_large(compiled, key):
     _, threads = compiled[False, *key]
-    assert threads == 32 * (8 if heads == 8 or index_heads == 32 else 16)
+    assert threads == 256
 
 
-def test_upstreams_blocks_are_small(compiled):
-    """The negative control, and what the edit is for."""
-    cubin, threads = compiled[True, *STOCK]
+def test_bf16_queries_move_16_bytes_a_thread(compiled):
+    """Upstream's blocks and loads are small: what this is for."""
+    stock, threads = compiled[True, *STOCK]
     assert threads == 128
-    assert cubin.registers == compiled[False, *STOCK][0].registers
+    ours, _ = compiled[False, *STOCK]
+    assert ours.global_loads[128] == stock.global_loads.get(128, 0) + 1
+    assert ours.global_loads.get(32, 0) < stock.global_loads[32]

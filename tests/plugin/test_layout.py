@@ -43,11 +43,13 @@ def test_tables_match_the_published_release():
 # there when the overlay is loaded, or the import fails.
 PLAIN_HELPERS = {
     "config/__init__.py": "the type of a parameter",
+    "cute_utils/cvt.py": "conversions of two numbers at a time",
     "envs.py": "environment variables",
     "logger.py": "logging",
     "platforms/__init__.py": "the device's capability",
     "triton_utils/__init__.py": "Triton itself",
     "utils/import_utils.py": "whether the CuTe DSL is installed",
+    "utils/platform_utils.py": "the number of multiprocessors",
 }
 
 

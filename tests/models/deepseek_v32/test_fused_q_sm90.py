@@ -17,6 +17,7 @@ import torch
 
 import vllm
 from vllm.models.deepseek_v32.common import kernels
+from vllm.models.deepseek_v32.nvidia.ops import fused_q_sm90
 from vllm_sparse_mla import overlay
 from vllm_sparse_mla.testing.stock import load_stock_module
 
@@ -133,7 +134,8 @@ class FakeDevice:
         )
         monkeypatch.setattr(kernels, "current_platform", platform)
         monkeypatch.setattr(kernels, "_fused_q_kernel", self)
-        monkeypatch.setattr(cutedsl, "current_platform", platform)
+        for module in (cutedsl, fused_q_sm90):
+            monkeypatch.setattr(module, "current_platform", platform)
         monkeypatch.setattr(cutedsl.FusedQKernel, "compile", self._compile)
 
     def __getitem__(self, grid):
@@ -216,22 +218,33 @@ def test_no_number_of_tokens_compiles_another_kernel(
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "index_heads", "expected"),
-    [(128, 64, 16), (16, 64, 16), (8, 64, 8), (64, 32, 8), (12, 64, 4), (128, 0, 16)],
+    ("num_heads", "index_heads", "nope_dim", "heads_a_warp", "num_warps"),
+    [
+        pytest.param(128, 64, 0, 4, 8, id="deepseek"),
+        pytest.param(16, 64, 0, 4, 4, id="deepseek-tp8"),
+        pytest.param(8, 64, 0, 1, 8, id="deepseek-tp16"),
+        pytest.param(64, 32, 0, 4, 8, id="glm"),
+        pytest.param(8, 32, 0, 1, 8, id="glm-tp8"),
+        pytest.param(12, 64, 0, 1, 4, id="12-heads"),
+        pytest.param(128, 0, 0, 4, 8, id="no-indexer"),
+        pytest.param(128, 64, NOPE_DIM, 1, 8, id="fp8"),
+        pytest.param(16, 0, NOPE_DIM, 1, 8, id="fp8-no-indexer"),
+    ],
 )
-def test_sm90_gets_blocks_as_large_as_the_heads_divide_into(
-    fake_device, cutedsl, num_heads, index_heads, expected
+def test_sm90_gets_larger_blocks(
+    fake_device, num_heads, index_heads, nope_dim, heads_a_warp, num_warps
 ):
-    dims = (ROPE_DIM, 0, num_heads, INDEX_DIM if index_heads else 0, index_heads, False)
-    stock = load_stock_module(MODULE).FusedQKernel(*dims)
+    index_dim = INDEX_DIM if index_heads else 0
+    dims = (ROPE_DIM, nope_dim, num_heads, index_dim, index_heads, False)
+    stock = load_stock_module(MODULE).FusedQKernel
     fake_device(90)
-    kernel = cutedsl.FusedQKernel(*dims)
-    assert kernel.num_warps == expected
-    assert kernel.num_ctas_per_tok * kernel.num_warps == num_heads
-    assert kernel.num_ctas_per_idx_tok * kernel.num_warps * 4 == index_heads
+    kernel = fused_q_sm90.for_this_device(stock)(*dims)
+    assert (kernel.heads_a_warp, kernel.num_warps) == (heads_a_warp, num_warps)
+    assert kernel.num_ctas_per_tok * num_warps * heads_a_warp == num_heads
+    assert kernel.num_ctas_per_idx_tok * num_warps * 4 == index_heads
     for capability in (100, 103, 120):
         fake_device(capability)
-        assert vars(cutedsl.FusedQKernel(*dims)) == vars(stock)
+        assert fused_q_sm90.for_this_device(stock) is stock
 
 
 class Poisoned:

@@ -65,6 +65,7 @@ def test_other_parts_are_copied(mha_query, dims):
         (q_nope, q_pe.clone()),
         (q_nope.clone(), q_pe),
         (q_nope[1:], q_pe[:-1]),
+        (q_nope, parts_of_q(17, 4, dims, "cpu")[2]),
         by_rows,
         swapped,
         (apart(q_nope), apart(q_pe)),
