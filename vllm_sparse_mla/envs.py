@@ -7,6 +7,7 @@ import os
 STRICT = "VLLM_SPARSE_MLA_STRICT"
 SM90 = "VLLM_SPARSE_MLA_SM90"
 QUANTIZED_KV = "VLLM_SPARSE_MLA_QUANTIZED_KV"
+COSTS = "VLLM_SPARSE_MLA_COSTS"
 
 
 def _switch(name: str) -> bool:
@@ -29,11 +30,16 @@ def quantized_kv() -> bool:
     return _switch(QUANTIZED_KV)
 
 
+def costs() -> str | None:
+    """The file of coefficients by which the operator wants prefills to be estimated."""
+    return os.environ.get(COSTS)
+
+
 def check() -> None:
     """Refuses values that mean nothing.
 
     Raises:
-        ValueError: if a variable is neither on nor off.
+        ValueError: if a switch is neither on nor off.
     """
     for name in (STRICT, SM90, QUANTIZED_KV):
         value = os.environ.get(name, "")
@@ -50,5 +56,10 @@ def register_with_vllm() -> None:
     # vLLM keys its torch.compile cache by the values of all that it knows. Strictness
     # changes nothing that is compiled, so vLLM gets its name alone.
     vllm.envs.environment_variables.update(
-        {STRICT: lambda: None, SM90: sm90, QUANTIZED_KV: quantized_kv}
+        {
+            STRICT: lambda: None,
+            SM90: sm90,
+            QUANTIZED_KV: quantized_kv,
+            COSTS: costs,
+        }
     )

@@ -18,6 +18,7 @@ import pytest
 
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.attention import sparse_mla_attention as layer
+from vllm.model_executor.layers.attention.sparse_mla_h200 import COSTS
 from vllm_sparse_mla.check.launch import resolve_launch
 from vllm_sparse_mla.testing.tiny_model import get_spec, make_config
 
@@ -66,8 +67,9 @@ capability, launches = json.loads(sys.argv[1])
 environment.prepare_process(tuple(capability))
 from vllm_sparse_mla.check.serving_report import report_serving
 answers = []
-for *launch, quantized in launches:
+for *launch, quantized, costs in launches:
     os.environ["VLLM_SPARSE_MLA_QUANTIZED_KV"] = str(int(quantized))
+    os.environ["VLLM_SPARSE_MLA_COSTS"] = costs
     answers.append(report_serving(*launch, tuple(capability)).to_dict())
 print(json.dumps(answers))
 """
@@ -80,6 +82,7 @@ class Launch(NamedTuple):
     kv_cache_dtype: str = "auto"
     opt_in: bool = False
     quantized: bool = False
+    costs: str = ""
 
 
 class Documented(NamedTuple):
@@ -144,6 +147,38 @@ DECIDED = {
     ): "the checkpoint's quantization_config",
     Launch("sm_90", "GLM-5", 8, "fp8", True): "FLASHMLA_SPARSE's own format for fp8",
 }
+# An H200's coefficients, as if they were a B200's and of the backend there.
+WAYS = COSTS["microseconds"]["192/128"]
+COSTS_FILES = {
+    "b200.json": {"gpu": "NVIDIA B200", "multiprocessors": 148}
+    | {
+        "microseconds": {
+            "192/128": WAYS | {"FLASHINFER_MLA_SPARSE": WAYS["FLASHMLA_SPARSE"]}
+        }
+    },
+    "broken.json": {"gpu": "NVIDIA B200"},
+}
+# By whose measurements, or why not.
+ESTIMATED = {
+    Launch("sm_100", "DeepSeek-V3.2"): ("", ""),
+    Launch("sm_100", "DeepSeek-V3.2", costs="b200.json"): ("NVIDIA B200", ""),
+    Launch("sm_100", "DeepSeek-V3.2", 16, costs="b200.json"): ("NVIDIA B200", ""),
+    Launch("sm_100", "GLM-5", 8, "bfloat16", costs="b200.json"): (
+        "",
+        "there are no coefficients of NVIDIA B200 for masked MHA at 256/256",
+    ),
+    Launch("sm_100", "DeepSeek-V3.2", costs="broken.json"): ("", "multiprocessors: "),
+    Launch("sm_100", "DeepSeek-V3.2", costs="none.json"): ("", "cannot be read"),
+    Launch("sm_90", "DeepSeek-V3.2", 8, "auto", True): ("NVIDIA H200", ""),
+    Launch("sm_90", "DeepSeek-V3.2", 8, "auto", True, costs="none.json"): (
+        "",
+        "cannot be read",
+    ),
+    Launch("sm_90", "GLM-5.3-Flash", 8, "auto", True): (
+        "",
+        "no coefficients of NVIDIA H200 for FLASHINFER_MLA_SPARSE_SM90",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +189,9 @@ def answers(tmp_path_factory) -> dict[Launch, dict]:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
     launches = {row.launch for page in PAGES.values() for row in page}
-    launches |= REFUSED.keys() | DECIDED.keys()
+    launches |= REFUSED.keys() | DECIDED.keys() | ESTIMATED.keys()
+    for name, costs in COSTS_FILES.items():
+        (folder / name).write_text(json.dumps(costs))
     groups = defaultdict(list)
     for launch in sorted(launches):
         for opt_in in {launch.opt_in, launch.gpu == "sm_90"}:
@@ -163,7 +200,13 @@ def answers(tmp_path_factory) -> dict[Launch, dict]:
     def ask(key: tuple[str, bool]) -> list[dict]:
         gpu, opt_in = key
         capability = divmod(int(gpu.removeprefix("sm_")), 10)
-        asked = [(str(folder / x.model), *x[2:4], x.quantized) for x in groups[key]]
+        asked = [
+            (
+                *(str(folder / x.model), *x[2:4], x.quantized),
+                x.costs and str(folder / x.costs),
+            )
+            for x in groups[key]
+        ]
         done = subprocess.run(
             [sys.executable, "-c", ASK, json.dumps([capability, asked])],
             capture_output=True,
@@ -221,6 +264,25 @@ def test_what_the_readme_passes_is_needed(answers):
 )
 def test_says_what_decided_on_the_dtype(launch, answers):
     assert answers[launch]["launch"]["decided_by"] == DECIDED[launch]
+
+
+@pytest.mark.parametrize(
+    "launch", ESTIMATED, ids=lambda launch: "-".join(map(str, launch))
+)
+def test_says_by_whose_measurements_it_is_estimated(launch, answers):
+    report, table = answers[launch], answers[launch._replace(costs="")]
+    gpu, refusal = ESTIMATED[launch]
+    assert report["estimated_by"] == gpu
+    assert refusal in report["no_estimate"]
+    assert bool(report["no_estimate"]) is bool(refusal)
+    lengths = [
+        [r[name] for name in ("whole_prompts", "with_context")] for r in (report, table)
+    ]
+    if launch.gpu == "sm_100":
+        assert (lengths[0] == lengths[1]) is not bool(gpu)
+        assert report["used"]
+    else:
+        assert report["used"] is bool(gpu)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,8 @@ def test_a_switch_means_the_same_to_plugin_and_patch(monkeypatch, value, expecte
             monkeypatch.setenv(name, value)
         assert read() is expected
         envs.check()
+    # One more names a file.
+    assert patched.pop(envs.COSTS)() == envs.costs()
     assert len(patched) == 2
     assert {read() for read in patched.values()} == {expected}
 
@@ -226,7 +228,7 @@ def test_vllm_knows_the_variables(monkeypatch):
     for name in list(os.environ):
         if name.startswith("VLLM_"):
             monkeypatch.delenv(name)
-    for name in (envs.STRICT, envs.SM90):
+    for name in (envs.STRICT, envs.SM90, envs.QUANTIZED_KV, envs.COSTS):
         monkeypatch.setenv(name, "0")
     Platform.validate_environ(hard_fail=True)
 

@@ -139,12 +139,20 @@ def print_serving(console: Console, report: "ServingReport") -> None:
             markup=False,
         )
         console.print(f"Attention backend: {launch.backend}")
+    if report.no_estimate:
+        console.print(f"No estimate decides: {report.no_estimate}", markup=False)
     if not report.used:
         console.print("Masked MHA: will not be used")
         for reason in report.reasons:
             console.print(f"  {reason}", markup=False)
         return
-    console.print("Masked MHA: will be used, for sequences of these tokens")
+    decides = "vLLM's table of lengths"
+    if report.estimated_by:
+        decides = f"estimate from measurements of {report.estimated_by}"
+    console.print(
+        f"Masked MHA: will be used, for sequences of these tokens, by {decides}",
+        markup=False,
+    )
     table = _table(console, "", "Whole prompts", "With context")
     table.add_row(_ranges(report.whole_prompts), _ranges(report.with_context))
     console.print(table)

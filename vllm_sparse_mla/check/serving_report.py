@@ -5,10 +5,12 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from vllm.model_executor.layers.attention import (
     mla_attention,
+    sparse_mla_choice,
     sparse_mla_estimate,
-    sparse_mla_sm90,
 )
 from vllm.model_executor.layers.attention import sparse_mla_attention as layer_module
 from vllm.model_executor.layers.attention.sparse_mla_kv_cache import halve_lengths
@@ -65,6 +67,9 @@ class ServingReport:
         launch: what vLLM makes of it; None if it would not start, or has no sparse MLA.
         whole_prompts: prompts that one step computes from their first token.
         with_context: prefills of which earlier steps computed a part.
+        estimated_by: whose measurements decide between masked MHA and sparse MQA;
+            empty where vLLM's table of lengths does.
+        no_estimate: why an estimate that was asked for does not decide; else empty.
         workspace_bytes: size of the mask workspace, per metadata builder.
         workspace: which batch shapes fit it.
     """
@@ -77,6 +82,8 @@ class ServingReport:
     launch: Launch | None = None
     whole_prompts: tuple[LengthRange, ...] = ()
     with_context: tuple[LengthRange, ...] = ()
+    estimated_by: str = ""
+    no_estimate: str = ""
     workspace_bytes: int = 0
     workspace: tuple[WorkspaceRow, ...] = ()
 
@@ -108,15 +115,28 @@ def _admitted(
     return tuple(admitted)
 
 
-def _estimated(
-    launch: Launch, tensor_parallel_size: int
-) -> tuple[tuple[LengthRange, ...], tuple[LengthRange, ...]]:
-    """The same by the estimate, for a request alone in its step.
+def _estimate(
+    launch: Launch, tensor_parallel_size: int, capability: tuple[int, int]
+) -> sparse_mla_estimate.PrefillEstimate | None:
+    """What a server would estimate by; None where vLLM's table decides.
 
-    With a context, for sequences of some lengths, and from which query length on.
+    The GPU is compared with the one of the coefficients if it is here.
+
+    Raises:
+        ValueError: it was asked for, and there is none.
     """
+    costs = sparse_mla_choice.costs_asked_for()
+    if costs is None:
+        return None
+    here = torch.cuda.is_available() and torch.cuda.get_device_capability()
+    if costs is not sparse_mla_choice.COSTS and here == capability:
+        properties = torch.cuda.get_device_properties()
+        sparse_mla_estimate.check_measured_on(
+            costs, properties.name, properties.multi_processor_count
+        )
     heads, _, nope, rope, v_head_dim = launch.dims
-    estimate = sparse_mla_sm90.prefill_estimate(
+    return sparse_mla_estimate.make_estimate(
+        costs,
         nope + rope,
         v_head_dim,
         launch.backend,
@@ -124,8 +144,15 @@ def _estimated(
         heads // tensor_parallel_size,
         launch.index_topk,
     )
-    if estimate is None:
-        return (), ()
+
+
+def _estimated(
+    estimate: sparse_mla_estimate.PrefillEstimate,
+) -> tuple[tuple[LengthRange, ...], tuple[LengthRange, ...]]:
+    """Lengths that take masked MHA by an estimate, for a request alone in its step.
+
+    With a context, for sequences of some lengths, and from which query length on.
+    """
     whole = sparse_mla_estimate.whole_prompts(estimate, _SEQ_LENS[-1])
     context = []
     for seq_len in _SEQ_LENS:
@@ -136,12 +163,10 @@ def _estimated(
 
 
 def _thresholds(
-    launch: Launch, tensor_parallel_size: int, sm90: bool
+    launch: Launch, tensor_parallel_size: int
 ) -> tuple[tuple[LengthRange, ...], tuple[LengthRange, ...]]:
-    """Lengths of whole prompts, and of prefills with a context, that are admitted."""
+    """The same by vLLM's table, which is of SM100."""
     _, _, nope, rope, v_head_dim = launch.dims
-    if sm90:
-        return _estimated(launch, tensor_parallel_size)
     table = mla_attention._MASKED_MHA_THRESHOLDS
     if is_quantized_kv_cache(launch.kv_cache_dtype):
         table = halve_lengths(table)
@@ -216,12 +241,20 @@ def report_serving(
         return ServingReport(*asked, (f"vLLM refuses this launch: {refusal}",))
     if launch is None:
         return ServingReport(*asked, ("The model has no sparse MLA.",))
+    estimate, no_estimate = None, ""
+    try:
+        estimate = _estimate(launch, tensor_parallel_size, capability)
+    except ValueError as error:
+        no_estimate = str(error)
+    whole_prompts, with_context = (), ()
+    if estimate is not None:
+        whole_prompts, with_context = _estimated(estimate)
+    elif capability[0] != 9:
+        whole_prompts, with_context = _thresholds(launch, tensor_parallel_size)
     reasons = []
     if not launch.available:
         reasons.append(_reason_against(launch, capability))
-    sm90 = capability[0] == 9
-    whole_prompts, with_context = _thresholds(launch, tensor_parallel_size, sm90)
-    if not whole_prompts and not with_context:
+    elif not whole_prompts and not with_context:
         reasons.append(
             f"The thresholds for {launch.backend} admit no prompt length at tensor "
             f"parallel size {tensor_parallel_size}."
@@ -233,6 +266,8 @@ def report_serving(
         launch,
         whole_prompts,
         with_context,
+        "" if estimate is None else estimate.gpu,
+        no_estimate,
         workspace_bytes,
         _workspace_rows(workspace_bytes),
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The opt-ins among vLLM's own environment variables.
+"""The project's variables among vLLM's own environment variables.
 
 The plugin adds the variables at run time; upstream declares its variables in one file.
 """
@@ -21,17 +21,32 @@ _SWITCHES = {
         "caches too.",
     ),
 }
-_DECLARATIONS = [f"    {name}: bool = False" for name in _SWITCHES]
-_ENTRIES = [
-    line
-    for name, comment in _SWITCHES.items()
-    for line in (
-        *(f"    # {text}" for text in comment),
+_FILES = {
+    "VLLM_SPARSE_MLA_COSTS": (
+        "File of coefficients, measured on this GPU, by which the time of sparse MLA",
+        "prefills is estimated.",
+    ),
+}
+_VARIABLES = _SWITCHES | _FILES
+_DECLARATIONS = [
+    *(f"    {name}: bool = False" for name in _SWITCHES),
+    *(f"    {name}: str | None = None" for name in _FILES),
+]
+
+
+def _entry(name: str) -> list[str]:
+    comment = [f"    # {text}" for text in _VARIABLES[name]]
+    if name in _FILES:
+        return [*comment, f'    "{name}": lambda: os.getenv("{name}"),']
+    return [
+        *comment,
         f'    "{name}": lambda: (',
         f'        os.getenv("{name}", "0").strip().lower() in ("true", "1")',
         "    ),",
-    )
-]
+    ]
+
+
+_ENTRIES = [line for name in _VARIABLES for line in _entry(name)]
 
 
 def declare_switches(before: str) -> Change:
@@ -55,5 +70,5 @@ def declare_switches(before: str) -> Change:
         raise ValueError(f"{PATH} must have a table of variables, and has none")
     lines[last_entry.end_lineno : last_entry.end_lineno] = _ENTRIES
     lines[declared.end_lineno : declared.end_lineno] = _DECLARATIONS
-    definitions = tuple(Definition(name, "new") for name in _SWITCHES)
+    definitions = tuple(Definition(name, "new") for name in _VARIABLES)
     return Change(PATH, before, "\n".join(lines), definitions)

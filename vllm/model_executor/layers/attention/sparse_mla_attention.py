@@ -37,6 +37,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadata,
     MLACommonPrefillMetadata,
 )
+from vllm.model_executor.layers.attention.sparse_mla_choice import (
+    prefill_estimate,
+    step_pays,
+)
 from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
     check_kv_cache,
     install_quantized_kv_thresholds,
@@ -44,9 +48,7 @@ from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
 )
 from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
     context_splits,
-    prefill_estimate,
     sm90_masked_mha_enabled,
-    step_pays,
 )
 from vllm.model_executor.layers.attention.sparse_mla_warmup import (
     MASKED_MHA_WARMUP,
@@ -315,12 +317,13 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         Args:
             layer: whose implementation this is.
             attn_metadata: the step's.
-            admitted: whether vLLM's table admits the longest lengths, which decides
-                everywhere but on SM90.
+            admitted: whether vLLM's table, which is of SM100, admits the longest
+                lengths. It decides where there is no estimate.
         """
         prefill = attn_metadata.prefill
-        if prefill.use_dense_mha or not sm90_masked_mha_enabled():
+        if prefill.use_dense_mha:
             return admitted
+        admitted = admitted and not sm90_masked_mha_enabled()
         estimate = prefill_estimate(
             self.qk_head_dim,
             self.v_head_dim,
@@ -329,7 +332,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             self.num_heads,
             attn_metadata.topk_tokens,
         )
-        return estimate is not None and step_pays(prefill, estimate)
+        return admitted if estimate is None else step_pays(prefill, estimate, admitted)
 
     @staticmethod
     def masked_mha_workspace_fits(prefill: MLACommonPrefillMetadata) -> bool:

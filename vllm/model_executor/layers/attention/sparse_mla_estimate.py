@@ -8,13 +8,16 @@ metadata has on the host; heads of the rank and top-k are inputs like the length
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import mul
-from typing import Any
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 TILE = 128  # queries, and keys, of a block of FA4's
 HEAD_TILE = 64  # heads of a block of sparse MQA's, whatever a rank has
@@ -57,7 +60,7 @@ def prefill_terms(
 
     Args:
         query_lens: new tokens of each request; a sequence or an array.
-        context_lens: cached tokens of each request, likewise.
+        context_lens: cached tokens of each request, likewise, or one number for all.
         num_chunks: in which the cached tokens are gathered; 0 if there are none.
         num_heads: of the rank.
         topk: keys that a query selects where it sees as many.
@@ -69,20 +72,29 @@ def prefill_terms(
     Raises:
         ValueError: no requests, or a length below what a request can have.
     """
-    rows = np.empty((4, len(query_lens)))
-    rows[0], rows[1], rows[3] = query_lens, context_lens, 1
-    lengths, contexts, tiles, _ = rows
-    np.ceil(lengths / TILE, out=tiles)
-    shortest = rows.min(initial=0)
-    if not len(query_lens) or shortest < 0:
+    # One matrix, so that one product has every sum. Numbers are floats and results go
+    # where they are to be, for numpy's conversions take longer than its arithmetic.
+    rows = np.empty((6, len(query_lens)))
+    lengths, contexts, ones, tiles, unseen, short = rows
+    lengths[:], contexts[:] = query_lens, context_lens
+    ones.fill(1.0)
+    np.divide(lengths, float(TILE), tiles)
+    np.ceil(tiles, tiles)
+    # Keys of the top-k that a request's first query finds missing, and the queries for
+    # which some are.
+    np.subtract(float(topk), contexts, unseen)
+    np.maximum(unseen, 0.0, unseen)
+    np.minimum(lengths, unseen, short)
+    if rows.min(initial=0.0) < 0 or not len(query_lens):
         raise ValueError(
             "a batch must have requests without negative lengths, got query lengths "
             f"{query_lens} and context lengths {context_lens}"
         )
-    _, longest_context, longest_row, _ = rows.max(axis=1).tolist()
-    products = (rows @ rows.T).tolist()
-    queries, context, num_tiles, _ = products[3]
-    _, context_blocks, squares, _ = products[2]
+    _, longest_context, _, longest_row, _, _ = rows.max(axis=1).tolist()
+    products = rows.dot(rows.T).tolist()
+    queries, context, _, num_tiles, _, num_short = products[2]
+    _, context_blocks, _, squares, _, _ = products[3]
+    _, _, _, _, missing, short_squares = products[5]
     context_blocks /= TILE
     share = num_heads / num_sms
     masked = (
@@ -95,11 +107,8 @@ def prefill_terms(
         max(longest_context / TILE, share * context_blocks),
         queries * num_heads if num_chunks else 0,
     )
-    # The first queries of a request see fewer keys than the top-k.
-    missing = np.maximum(topk - contexts, 0)
-    short = np.minimum(lengths, missing)
     slots = queries * topk
-    pairs = slots - float(short @ (2 * missing - short - 1)) / 2
+    pairs = slots - missing + (short_squares + num_short) / 2
     head_tiles = -(-num_heads // HEAD_TILE)
     sparse = (
         1.0,
@@ -156,8 +165,11 @@ class PrefillEstimate:
 def sparse_mqa_kernel(backend: str, kv_cache_dtype: str, num_heads: int) -> str:
     """Under which name a backend's sparse MQA has coefficients.
 
-    It is the backend's, but where that has another kernel for few heads.
+    It is the backend's, but where that has another kernel for few heads, or none of its
+    own for prefills.
     """
+    if backend == "FLASH_ATTN_MLA_SPARSE_FA4":
+        return "FLASHINFER_MLA_SPARSE"
     if (
         backend == "FLASHMLA_SPARSE"
         and kv_cache_dtype == "fp8_ds_mla"
@@ -167,8 +179,60 @@ def sparse_mqa_kernel(backend: str, kv_cache_dtype: str, num_heads: int) -> str:
     return backend
 
 
+class Costs(TypedDict):
+    """Coefficients as `fit_estimate.py` writes them.
+
+    Attributes:
+        gpu: name of the GPU that they were measured on.
+        multiprocessors: of that GPU.
+        microseconds: dimensions -> kernel -> KV cache dtype -> term -> coefficient.
+    """
+
+    gpu: str
+    multiprocessors: Annotated[int, Field(gt=0)]
+    microseconds: dict[
+        str,
+        dict[
+            str,
+            dict[str, dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]],
+        ],
+    ]
+
+
+def read_costs(path: str) -> Costs:
+    """Coefficients from a JSON file.
+
+    Raises:
+        ValueError: it cannot be read, or has something else in it.
+    """
+    try:
+        return TypeAdapter(Costs).validate_json(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        found = error.errors()[0]
+        place = " / ".join(map(str, found["loc"])) or "the file"
+        raise ValueError(
+            f"{path} must hold what fit_estimate.py --json writes; {place}: "
+            f"{found['msg']}"
+        ) from error
+
+
+def check_measured_on(costs: Costs, gpu: str, num_sms: int) -> None:
+    """Refuse coefficients of another GPU than this.
+
+    Raises:
+        ValueError: name or multiprocessors differ.
+    """
+    if (costs["gpu"], costs["multiprocessors"]) != (gpu, num_sms):
+        raise ValueError(
+            f"they were measured on {costs['gpu']} with {costs['multiprocessors']} "
+            f"multiprocessors, and this is {gpu} with {num_sms}"
+        )
+
+
 def make_estimate(
-    costs: Mapping[str, Any],
+    costs: Costs,
     qk_head_dim: int,
     v_head_dim: int,
     backend: str,
@@ -176,11 +240,10 @@ def make_estimate(
     num_heads: int,
     topk: int,
 ) -> PrefillEstimate:
-    """The estimate for a layer, from coefficients as `fit_estimate.py` writes them.
+    """The estimate for a layer.
 
     Args:
-        costs: name and multiprocessors of the GPU, and under ``microseconds``
-            dimensions -> kernel -> KV cache dtype -> term -> coefficient.
+        costs: of the GPU.
         backend: vLLM's name of the one that runs sparse MQA.
         kv_cache_dtype: as vLLM spells it; those that do not quantize are ``auto``.
 

@@ -2,13 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Coefficients of the prefill estimate, measured on an H200.
 
-Written by ``fit_estimate.py``; ``docs/results/prefill-mixes-h200.md`` has the
+Written by ``fit_estimate.py``; ``docs/results/prefill-choice-h200.md`` has the
 measurements, and how far off the estimates are.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-COSTS: dict[str, Any] = {
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention.sparse_mla_estimate import Costs
+
+COSTS: "Costs" = {
     "gpu": "NVIDIA H200",
     "multiprocessors": 132,
     "microseconds": {

@@ -22,9 +22,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLAAttention,
     get_mla_dims,
 )
-from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
+from vllm.model_executor.layers.attention.sparse_mla_choice import (
     describe_estimate,
     prefill_estimate,
+)
+from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
     sm90_masked_mha_enabled,
 )
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
@@ -138,6 +140,8 @@ def masked_mha_query_lens(
     longest = min(vllm_config.scheduler_config.max_num_batched_tokens, longest_seq)
     ends = [*(n for n in _QUERY_LENS if n < longest), longest]
     seq_lens = [*range(_LEN_STEP, longest_seq, _LEN_STEP), longest_seq]
+    # An estimate may admit only the shortest that dense MHA does not serve.
+    seq_lens.append(min(topk + 1, longest_seq))
 
     most_requests = min(
         vllm_config.scheduler_config.max_num_seqs, MAX_MASKED_MHA_REQUESTS
@@ -342,12 +346,13 @@ def _log_lengths(layer: MLAAttention, vllm_config: "VllmConfig") -> None:
         layer.impl.num_heads,
         vllm_config.model_config.hf_text_config.index_topk,
     )
-    logger.info_once(
-        "VLLM_SPARSE_MLA_SM90=1: masked MHA is on for SM90 prefills longer than the "
-        "top-k, where it is estimated to be faster than %s: %s.",
-        backend,
-        describe_estimate(estimate, vllm_config.model_config.max_model_len),
-    )
+    if estimate is not None:
+        logger.info_once(
+            "Sparse MLA: prefills longer than the top-k take masked MHA where it is "
+            "estimated to be faster than %s: %s.",
+            backend,
+            describe_estimate(estimate, vllm_config.model_config.max_model_len),
+        )
 
 
 def compile_before_first_prompt(kernel: VllmJitKernel) -> None:
@@ -390,7 +395,6 @@ def prepare_masked_mha(impl: Any) -> bool:
                 "can take it. Prefills longer than the top-k run sparse MQA."
             )
             return False
-        if sm90_masked_mha_enabled():
-            _log_lengths(layer, vllm_config)
+        _log_lengths(layer, vllm_config)
     compile_before_first_prompt(MASKED_MHA_WARMUP)
     return True
