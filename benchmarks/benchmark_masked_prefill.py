@@ -160,6 +160,7 @@ def measure(
                 "samples": len(timing.samples),
                 "calls a sample": calls,
                 "multiprocessors": properties.multi_processor_count,
+                "max splits": prefill.max_splits,
             }
         )
     return rows

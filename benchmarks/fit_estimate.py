@@ -48,6 +48,7 @@ class Measured:
         batch: the requests.
         num_chunks: chunks in which the cached tokens were gathered.
         num_sms: multiprocessors of the GPU.
+        max_splits: most parts in which cached keys were taken.
         median_us: by way.
     """
 
@@ -59,6 +60,7 @@ class Measured:
     batch: Batch
     num_chunks: int
     num_sms: int
+    max_splits: int
     median_us: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -81,6 +83,7 @@ class Measured:
             self.heads,
             self.topk,
             self.num_sms,
+            self.max_splits,
         )
         return masked if way == MASKED else sparse
 
@@ -89,9 +92,11 @@ def read_measured(rows: Iterable[dict]) -> list[Measured]:
     """Steps from rows of ``benchmark_masked_prefill.py``."""
     found: dict[tuple, Measured] = {}
     for row in rows:
+        row = {"max splits": "1"} | row  # which older files do not name
         names = ("dims", "ranks", "heads", "top-k", "kv cache", "batch", "chunks")
-        key = tuple(row[name] for name in (*names, "multiprocessors"))
-        dims, ranks, heads, topk, kv_cache_dtype, batch, chunks, num_sms = key
+        names += ("multiprocessors", "max splits")
+        key = tuple(row[name] for name in names)
+        dims, ranks, heads, topk, kv_cache_dtype, batch, chunks, *device = key
         if key not in found:
             found[key] = Measured(
                 dims,
@@ -101,7 +106,7 @@ def read_measured(rows: Iterable[dict]) -> list[Measured]:
                 kv_cache_dtype,
                 parse_batch(batch),
                 int(chunks),
-                int(num_sms),
+                *map(int, device),
             )
         found[key].median_us[row["way"]] = float(row["median us"])
     return list(found.values())
@@ -157,8 +162,13 @@ def fit(gpu: str, steps: Sequence[Measured]) -> dict:
             name: float(f"{value:.{DIGITS}g}")
             for name, value in zip(names, least_squares(relative))
         }
-    (num_sms,) = {step.num_sms for step in steps}
-    return {"gpu": gpu, "multiprocessors": num_sms, "microseconds": microseconds}
+    ((num_sms, max_splits),) = {(step.num_sms, step.max_splits) for step in steps}
+    return {
+        "gpu": gpu,
+        "multiprocessors": num_sms,
+        "max_splits": max_splits,
+        "microseconds": microseconds,
+    }
 
 
 def estimated_us(costs: dict, step: Measured, backend: str) -> tuple[float, float]:

@@ -343,6 +343,15 @@ class Prefill:
         context = self.prefill.chunked_context
         return 0 if context is None else len(context.chunks)
 
+    @property
+    def max_splits(self) -> int:
+        """Most parts in which the layer takes cached keys on this device."""
+        from vllm.model_executor.layers.attention import sparse_mla_sm90
+
+        if not sparse_mla_sm90.sm90_masked_mha_enabled():
+            return 1
+        return sparse_mla_sm90.MAX_CONTEXT_SPLITS
+
     def masks_fit(self) -> bool:
         """Whether vLLM's mask workspace has room for the batch."""
         layer = importlib.import_module(LAYER_MODULE)

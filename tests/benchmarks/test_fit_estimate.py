@@ -29,9 +29,9 @@ def make_rows():
         case = {"dims": "192/128", "ranks": str(128 // heads), "heads": str(heads)}
         case |= {"top-k": str(topk), "kv cache": "auto", "batch": str(batch)}
         chunks = int(any(batch.context_lens))
-        case |= {"chunks": str(chunks), "multiprocessors": "132"}
+        case |= {"chunks": str(chunks), "multiprocessors": "132", "max splits": "32"}
         terms = estimate.prefill_terms(
-            batch.query_lens, batch.context_lens, chunks, heads, topk, 132
+            batch.query_lens, batch.context_lens, chunks, heads, topk, 132, 32
         )
         for way, us, values in zip((MASKED, BACKEND), (MASKED_US, SPARSE_US), terms):
             yield case | {"way": way, "median us": str(float(np.dot(us, values)))}

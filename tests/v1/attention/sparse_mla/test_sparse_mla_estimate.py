@@ -22,11 +22,12 @@ BATCHES = [
     pytest.param([(128, 0)], id="tile"),
     pytest.param([(129, 0), (4096, 0)], id="two prompts"),
     pytest.param([(16, 14000)] * 30 + [(4096, 0)], id="continuations"),
+    pytest.param([(4096, 0), (16, 14000)], id="one continuation"),
     pytest.param([(300, 500), (600, 511), (7, 512), (5, 100)], id="around the top-k"),
 ]
 
 
-def count(requests, num_chunks, num_heads):
+def count(requests, num_chunks, num_heads, max_splits):
     """Terms by name, from their definition."""
     queries = sum(q for q, _ in requests)
     context = sum(c for _, c in requests)
@@ -34,6 +35,10 @@ def count(requests, num_chunks, num_heads):
     tiles = [-(-q // 128) for q, _ in requests]
     suffix = sum(row + 1 for n in tiles for row in range(n)) * num_heads
     cached = sum(n * c / 128 for n, (_, c) in zip(tiles, requests)) * num_heads
+    longest = max(c for _, c in requests)
+    blocks = sum(n for n, (_, c) in zip(tiles, requests) if c) * num_heads
+    idle = [n for n in range(2, max_splits + 1) if n * blocks <= SMS]
+    splits = max((n for n in idle if n * 512 <= longest), default=1)
     head_tiles = (num_heads + 63) // 64
     masked = {
         "launches": 1,
@@ -42,7 +47,7 @@ def count(requests, num_chunks, num_heads):
         "chunks": num_chunks,
         "cached tokens": context,
         "cached tokens x heads": context * num_heads,
-        "context blocks": max(max(c for _, c in requests) / 128, cached / SMS),
+        "context blocks": max(longest / 128 / splits, cached / SMS),
         "merged tokens x heads": queries * num_heads if num_chunks else 0,
     }
     sparse = {
@@ -61,13 +66,16 @@ def count(requests, num_chunks, num_heads):
     return masked, sparse
 
 
+@pytest.mark.parametrize("max_splits", [1, 32])
 @pytest.mark.parametrize("num_heads", [8, 64, 65, 128])
 @pytest.mark.parametrize("requests", BATCHES)
-def test_terms_are_what_they_are_called(requests, num_heads):
+def test_terms_are_what_they_are_called(requests, num_heads, max_splits):
     query_lens, context_lens = map(list, zip(*requests))
     num_chunks = int(any(context_lens))
-    terms = prefill_terms(query_lens, context_lens, num_chunks, num_heads, TOPK, SMS)
-    expected = count(requests, num_chunks, num_heads)
+    terms = prefill_terms(
+        query_lens, context_lens, num_chunks, num_heads, TOPK, SMS, max_splits
+    )
+    expected = count(requests, num_chunks, num_heads, max_splits)
     for names, found, by_name in zip(
         (MASKED_MHA_TERMS, SPARSE_MQA_TERMS), terms, expected
     ):
@@ -79,7 +87,7 @@ def test_terms_are_what_they_are_called(requests, num_heads):
 )
 def test_impossible_lengths_are_refused(query_lens, context_lens):
     with pytest.raises(ValueError, match="without negative lengths"):
-        prefill_terms(query_lens, context_lens, 0, 8, TOPK, SMS)
+        prefill_terms(query_lens, context_lens, 0, 8, TOPK, SMS, 1)
 
 
 def test_microseconds_are_coefficients_times_terms():
@@ -89,7 +97,8 @@ def test_microseconds_are_coefficients_times_terms():
     }
     ways[MASKED_MHA]["auto"] |= {"launches": 7.0, "cached tokens": 0.5}
     ways["A_BACKEND"]["auto"] |= {"tokens x head tiles": 2.0}
-    costs = {"gpu": "a GPU", "multiprocessors": SMS, "microseconds": {"192/128": ways}}
+    costs = {"gpu": "a GPU", "multiprocessors": SMS, "max_splits": 1}
+    costs["microseconds"] = {"192/128": ways}
     estimate = make_estimate(costs, 192, 128, "A_BACKEND", "bfloat16", 128, TOPK)
     assert estimate.microseconds([10, 20], [100, 0], 1) == (57.0, 120.0)
 
@@ -118,7 +127,7 @@ def test_lengths_are_found_exactly(ranges, first, last):
 
 def test_a_prompt_alone_is_asked_for():
     def estimate(masked_us, sparse_us):
-        return PrefillEstimate("a GPU", SMS, 8, TOPK, masked_us, sparse_us)
+        return PrefillEstimate("a GPU", SMS, 8, TOPK, 1, masked_us, sparse_us)
 
     launches = (100.0, *[0.0] * (len(MASKED_MHA_TERMS) - 1))
     by_token = (0.0, 0.01, *[0.0] * (len(SPARSE_MQA_TERMS) - 2))

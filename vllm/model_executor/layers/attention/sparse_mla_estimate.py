@@ -20,6 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 TILE = 128  # queries, and keys, of a block of FA4's
+TILES_OF_A_SPLIT = 4  # a shorter part of the keys is not worth its launch
 HEAD_TILE = 64  # heads of a block of sparse MQA's, whatever a rank has
 FEW_HEADS = 32  # with fewer, FlashMLA runs its decode kernel over an FP8 cache
 
@@ -45,6 +46,19 @@ SPARSE_MQA_TERMS = (
 )
 
 
+def num_key_splits(num_blocks: float, num_keys: float, num_sms: int, most: int) -> int:
+    """Parts of the keys, as many as give each multiprocessor a block.
+
+    Args:
+        num_blocks: blocks of queries and heads, at least 1.
+        num_keys: most keys of a request.
+        num_sms: multiprocessors.
+        most: parts.
+    """
+    longest = num_keys // (TILE * TILES_OF_A_SPLIT)
+    return max(1, int(min(num_sms // num_blocks, longest, most)))
+
+
 def prefill_terms(
     query_lens: ArrayLike,
     context_lens: ArrayLike,
@@ -52,6 +66,7 @@ def prefill_terms(
     num_heads: int,
     topk: int,
     num_sms: int,
+    max_splits: int,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The work of both ways for the prefills of a step.
 
@@ -65,6 +80,7 @@ def prefill_terms(
         num_heads: of the rank.
         topk: keys that a query selects where it sees as many.
         num_sms: multiprocessors of the GPU.
+        max_splits: most parts in which cached keys are taken.
 
     Returns:
         What `MASKED_MHA_TERMS` and what `SPARSE_MQA_TERMS` name, in that order.
@@ -74,8 +90,8 @@ def prefill_terms(
     """
     # One matrix, so that one product has every sum. Numbers are floats and results go
     # where they are to be, for numpy's conversions take longer than its arithmetic.
-    rows = np.empty((6, len(query_lens)))
-    lengths, contexts, ones, tiles, unseen, short = rows
+    rows = np.empty((7, len(query_lens)))
+    lengths, contexts, ones, tiles, unseen, short, cached = rows
     lengths[:], contexts[:] = query_lens, context_lens
     ones.fill(1.0)
     np.divide(lengths, float(TILE), tiles)
@@ -85,18 +101,24 @@ def prefill_terms(
     np.subtract(float(topk), contexts, unseen)
     np.maximum(unseen, 0.0, unseen)
     np.minimum(lengths, unseen, short)
+    np.minimum(contexts, 1.0, cached)
     if rows.min(initial=0.0) < 0 or not len(query_lens):
         raise ValueError(
             "a batch must have requests without negative lengths, got query lengths "
             f"{query_lens} and context lengths {context_lens}"
         )
-    _, longest_context, _, longest_row, _, _ = rows.max(axis=1).tolist()
+    _, longest_context, _, longest_row, *_ = rows.max(axis=1).tolist()
     products = rows.dot(rows.T).tolist()
-    queries, context, _, num_tiles, _, num_short = products[2]
-    _, context_blocks, _, squares, _, _ = products[3]
-    _, _, _, _, missing, short_squares = products[5]
+    queries, context, _, num_tiles, _, num_short, _ = products[2]
+    _, context_blocks, _, squares, _, _, cached_tiles = products[3]
+    _, _, _, _, missing, short_squares, _ = products[5]
     context_blocks /= TILE
     share = num_heads / num_sms
+    context_row = longest_context / TILE
+    if num_chunks:
+        # As if every chunk had equally many blocks.
+        blocks = max(1.0, cached_tiles * num_heads / num_chunks)
+        context_row /= num_key_splits(blocks, longest_context, num_sms, max_splits)
     masked = (
         1.0,
         queries * num_heads,
@@ -104,7 +126,7 @@ def prefill_terms(
         num_chunks,
         context,
         context * num_heads,
-        max(longest_context / TILE, share * context_blocks),
+        max(context_row, share * context_blocks),
         queries * num_heads if num_chunks else 0,
     )
     slots = queries * topk
@@ -131,6 +153,7 @@ class PrefillEstimate:
         num_sms: its multiprocessors.
         num_heads: of the rank.
         topk: keys that a query selects where it sees as many.
+        max_splits: most parts in which cached keys are taken.
         masked_mha: microseconds of each of `MASKED_MHA_TERMS`.
         sparse_mqa: microseconds of each of `SPARSE_MQA_TERMS`.
     """
@@ -139,6 +162,7 @@ class PrefillEstimate:
     num_sms: int
     num_heads: int
     topk: int
+    max_splits: int
     masked_mha: tuple[float, ...]
     sparse_mqa: tuple[float, ...]
 
@@ -156,6 +180,7 @@ class PrefillEstimate:
             self.num_heads,
             self.topk,
             self.num_sms,
+            self.max_splits,
         )
         return sum(map(mul, self.masked_mha, masked)), sum(
             map(mul, self.sparse_mqa, sparse)
@@ -185,11 +210,13 @@ class Costs(TypedDict):
     Attributes:
         gpu: name of the GPU that they were measured on.
         multiprocessors: of that GPU.
+        max_splits: most parts in which cached keys were taken.
         microseconds: dimensions -> kernel -> KV cache dtype -> term -> coefficient.
     """
 
     gpu: str
     multiprocessors: Annotated[int, Field(gt=0)]
+    max_splits: Annotated[int, Field(gt=0)]
     microseconds: dict[
         str,
         dict[
@@ -269,7 +296,12 @@ def make_estimate(
             )
         found.append(tuple(coefficients[term] for term in terms))
     return PrefillEstimate(
-        costs["gpu"], costs["multiprocessors"], num_heads, topk, *found
+        costs["gpu"],
+        costs["multiprocessors"],
+        num_heads,
+        topk,
+        costs["max_splits"],
+        *found,
     )
 
 

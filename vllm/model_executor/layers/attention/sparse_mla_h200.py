@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COSTS: "Costs" = {
     "gpu": "NVIDIA H200",
     "multiprocessors": 132,
+    "max_splits": 1,
     "microseconds": {
         "192/128": {
             "FLASHMLA_SPARSE": {

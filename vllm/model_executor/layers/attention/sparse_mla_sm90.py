@@ -10,7 +10,10 @@ import functools
 
 import vllm.envs as envs
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention.sparse_mla_estimate import TILE
+from vllm.model_executor.layers.attention.sparse_mla_estimate import (
+    TILE,
+    num_key_splits,
+)
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 
@@ -18,8 +21,6 @@ logger = init_logger(__name__)
 
 # FA4 combines up to 32 parts of the keys with one kernel.
 MAX_CONTEXT_SPLITS = 32
-# A shorter part is not worth its launch.
-_TILES_OF_A_SPLIT = 4
 
 
 @functools.cache
@@ -65,5 +66,4 @@ def context_splits(
     if num_tokens < 2 or not sm90_masked_mha_enabled():
         return 1
     blocks = (num_tokens + num_requests * (TILE - 1)) // TILE * num_heads
-    longest = max_seq_len // (TILE * _TILES_OF_A_SPLIT)
-    return max(1, min(num_compute_units() // blocks, longest, MAX_CONTEXT_SPLITS))
+    return num_key_splits(blocks, max_seq_len, num_compute_units(), MAX_CONTEXT_SPLITS)
