@@ -58,6 +58,7 @@ KERNELS = {
     " namespace)::OpaqueType<2u>, unsigned int, 3, 64, 64>(": "layout",
     "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at"
     "::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda": "layout",
+    "_concat_mla_k_kernel": "layout",
     "Memcpy DtoD (Device -> Device)": "layout",
     "_fused_norm_rope_kernel": "norms",
     "void vllm::rms_norm_kernel<c10::BFloat16, 16, 2, false>(c10::BFloat16*": "norms",

@@ -76,5 +76,6 @@ def test_every_access_is_16_bytes_wide(tmp_path, dims, capability):
     assert done.returncode == 0, done.stderr[-4000:]
     ptx = json.loads(done.stdout.splitlines()[-1])
     assert f".target sm_{capability}" in ptx
+    assert ".entry _concat_mla_k_kernel(" in ptx
     accesses = re.findall(ACCESS, ptx)
     assert set(accesses) == {"ld.global.v4.b32", "st.global.v4.b32"}

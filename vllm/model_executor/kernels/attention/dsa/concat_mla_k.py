@@ -34,8 +34,9 @@ class ConcatMLAKKernel(VllmTritonJitKernel["ConcatMLAKKernel.CompileKey"]):
         v_head_dim: int
         dtype: torch.dtype
 
+    # Named, or profilers would show it as "kernel".
     @staticmethod
-    @triton.jit(do_not_specialize=["num_rows"])
+    @triton.jit(do_not_specialize=["num_rows"], repr=lambda _: "_concat_mla_k_kernel")
     def kernel(
         k_ptr,
         k_nope_ptr,
