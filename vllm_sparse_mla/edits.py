@@ -136,9 +136,9 @@ def _with_parameter(parameters: cst.Parameters, parameter: str) -> cst.Parameter
 
 
 def _with_mask_fn(function: str) -> m.Call:
-    """A call of a function that gets a partial of the mask's application."""
+    """A call of a function that gets a partial of the mask's application, or may."""
     partial = m.SaveMatchedNode(m.Call(m.Name("partial")), CHANGED)
-    mask_fn = m.Arg(partial, keyword=m.Name("mask_fn"))
+    mask_fn = m.Arg(partial | m.IfExp(body=partial), keyword=m.Name("mask_fn"))
     return m.Call(m.Name(function), [m.ZeroOrMore(), mask_fn, m.ZeroOrMore()])
 
 

@@ -60,15 +60,15 @@ _TEST_EDITS = {
 _DIAGONAL = """\
 The forward kernels walk the key blocks of a row tile in loops: blocks on the
 diagonal, then those below it, of which every key comes before every query.
-In the second kind of loop the diagonal changes no score, and was applied all
-the same: on SM90 in every causal kernel, on SM100 in one that has a mask_mod
-too.
+In the second kind of loop the diagonal changes no score, and is applied all
+the same wherever the loop applies a mask.
 
 Pass mask_causal=False there. No result changes.
 
-In the SM90 kernels at head dimensions 192/128 and 256/256 the main loop falls
-from 569 to 485 and from 530 to 484 instructions, beside 458 and 439 without
-causal. On SM100 only kernels that keep `causal` beside a mask_mod change.
+Where SM90 applies its mask to every block, the main loop of a causal kernel
+at head dimensions 192/128 and 256/256 falls from 569 to 485 and from 530 to
+484 instructions, beside 458 and 439 without causal. Otherwise only kernels
+that keep `causal` beside a mask_mod change.
 
 Tested: which blocks the loop visits, by BlockInfo's own arithmetic compiled
 for the host, for every pair of lengths up to three tiles; attention against a
