@@ -44,12 +44,13 @@ class Edit:
     exported: bool = True
 
 
-def apply_edits(text: str, edits: Sequence[Edit]) -> str:
+def apply_edits(text: str, edits: Sequence[Edit], moves_lines: bool = False) -> str:
     """Apply edits to a file; every line keeps its number.
 
     Args:
         text: the file.
         edits: what to change.
+        moves_lines: whether edits may add and remove lines.
 
     Raises:
         ValueError: if the file has not exactly one such function or expression, or an
@@ -66,7 +67,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
             )
         old = matches[0][CHANGED]
         new = edit.change(old)
-        if _lines(tree, new) != _lines(tree, old):
+        if not moves_lines and _lines(tree, new) != _lines(tree, old):
             raise ValueError(f"an edit of {edit.function} moves lines")
         tree = tree.deep_replace(function, function.deep_replace(old, new))
     for statement in dict.fromkeys(name for edit in edits for name in edit.imports):

@@ -6,13 +6,13 @@ import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_sparse_mla.edits import EDITS, apply_edits
+from vllm_sparse_mla.edits import EDITS, Edit
 from vllm_sparse_mla.export_patch.diff import Change
-from vllm_sparse_mla.export_patch.splice import Definition, Rules, splice
-from vllm_sparse_mla.export_patch.suite import Suite
+from vllm_sparse_mla.export_patch.source import Source
+from vllm_sparse_mla.export_patch.splice import Rules
+from vllm_sparse_mla.export_patch.suite import UPSTREAM_TESTS, Suite
 from vllm_sparse_mla.export_patch.switch import PATH as SWITCH_PATH
-from vllm_sparse_mla.export_patch.switch import declare_switches
-from vllm_sparse_mla.export_patch.tidy import tidy
+from vllm_sparse_mla.export_patch.switch import VARIABLES
 from vllm_sparse_mla.guard import (
     EDITED_FILES,
     OVERLAID_FILES,
@@ -71,44 +71,51 @@ def _read_upstream(root: Path, file: OverlaidFile) -> tuple[str, str]:
     return data.decode(), warning
 
 
-def _overlay_change(root: Path, file: OverlaidFile, rules: Rules) -> Change:
+def _source(root: Path, file: OverlaidFile) -> Source:
+    edits: tuple[Edit, ...] = ()
     if isinstance(file, EditedFile):
+        edits = tuple(edit for edit in EDITS[file.module] if edit.exported)
+        overlay = ""
+    else:
+        overlay = (overlay_root() / file.path).read_text()
+    before, warning = None, ""
+    if file.sha256 is not None:
         before, warning = _read_upstream(root, file)
-        edits = [edit for edit in EDITS[file.module] if edit.exported]
-        edited = tuple(Definition(edit.function, "edited") for edit in edits)
-        after = apply_edits(before, edits)
-        if any(edit.imports for edit in edits):
-            after = tidy(after, rules.formatted)
-        return Change(file.path, before, after, edited, warning)
-    overlay = (overlay_root() / file.path).read_text()
-    if file.sha256 is None:
-        return Change(file.path, None, overlay)
-    before, warning = _read_upstream(root, file)
-    spliced = splice(overlay, before, rules)
-    return Change(file.path, before, spliced.text, spliced.definitions, warning)
+    rules = _RULES.get(file.module, Rules())
+    return Source(file.path, before, overlay, rules, edits, warning=warning)
 
 
-def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
-    """Changes of vLLM's own files, FlashAttention's excepted.
+def collect_vllm_sources(root: Path, suite: Suite | None) -> list[Source]:
+    """What the overlay makes of vLLM's own files, FlashAttention's excepted.
+
+    Additions to a test file of upstream's are left out where there is none.
 
     Args:
         root: Folder that holds upstream's ``vllm/``, and ``tests/`` in a source tree.
         suite: Tests to add; None for none.
 
     Raises:
-        ValueError: If upstream lacks a file or has no place for a definition.
+        ValueError: If upstream lacks a file.
     """
-    changes = [
-        _overlay_change(root, file, _RULES.get(file.module, Rules()))
+    sources = [
+        _source(root, file)
         for file in OVERLAID_FILES + EDITED_FILES
         if not _is_fa4(file)
     ]
-    changes.append(declare_switches((root / SWITCH_PATH).read_text()))
+    switches = (root / SWITCH_PATH).read_text()
+    sources.append(Source(SWITCH_PATH, switches, switches=tuple(VARIABLES)))
     for name, text in (suite.files if suite else {}).items():
-        if not (root / name).is_file():
-            changes.append(Change(name, None, text))
-            continue
-        before = (root / name).read_text()
-        spliced = splice(text, before)
-        changes.append(Change(name, before, spliced.text, spliced.definitions))
-    return changes
+        path = root / name
+        if path.is_file() or name not in UPSTREAM_TESTS:
+            before = path.read_text() if path.is_file() else None
+            sources.append(Source(name, before, text))
+    return sources
+
+
+def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
+    """Changes of vLLM's own files; arguments as of ``collect_vllm_sources``.
+
+    Raises:
+        ValueError: If upstream lacks a file or has no place for a definition.
+    """
+    return [source.change() for source in collect_vllm_sources(root, suite)]

@@ -54,7 +54,9 @@ def command(
     """Write the overlay as a unified diff that `git apply` takes.
 
     Each definition of the overlay stands in it where upstream's file has its namesake;
-    new files and the tests are at upstream's paths.
+    new files and the tests are at upstream's paths. With --series, vLLM's is cut into
+    patches that can be merged one by one; --upstream then names a clone, if test files
+    of upstream's are to get their tests.
     """
     # Not at the top: what it takes to write patches is not needed to serve.
     from vllm_sparse_mla.export_patch.changes import (
@@ -65,15 +67,17 @@ def command(
     from vllm_sparse_mla.export_patch.fa4 import collect_fa4_changes, fa4_series
     from vllm_sparse_mla.export_patch.series import write_series
     from vllm_sparse_mla.export_patch.suite import collect_suite, tests_root
+    from vllm_sparse_mla.export_patch.vllm_series import vllm_series
 
     tests = tests_root()
-    if series is not None and (not fa4 or output is not None):
-        raise typer.BadParameter("--series is for --fa4, without --output")
+    if series is not None and output is not None:
+        raise typer.BadParameter("--series writes a folder, and takes no --output")
     try:
         root = upstream if upstream is not None else installed_vllm_root()
         suite = collect_suite(tests) if tests and not fa4 else None
         if series is not None:
-            for path in write_series(series, fa4_series(root, tests)):
+            patches = fa4_series(root, tests) if fa4 else vllm_series(root, suite)
+            for path in write_series(series, patches):
                 typer.echo(path)
             return
         changes = (

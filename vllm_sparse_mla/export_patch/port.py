@@ -20,7 +20,6 @@ SHARED_MODULES = (
     "reference",
     "served",
     "stand_ins",
-    "stock",
     "world",
 )
 _OWN_PACKAGE = "vllm_sparse_mla"

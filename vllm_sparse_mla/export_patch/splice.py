@@ -92,7 +92,7 @@ def splice(
     splicer = _Splicer(rules, unalias, wanted)
     body = splicer.splice(own.visit(unalias).body, theirs.body)
     result = theirs.with_changes(body=splicer.without_removed(body))
-    if tree.names(theirs.body) <= tree.names(own.body):
+    if tree.names(theirs.body) <= set(filter(wanted, tree.names(own.body))):
         result = _with_docstring(result, own.body[0])
     result = _with_imports(result, own)
     return Spliced(tidy(result.code, rules.formatted), tuple(splicer.definitions))

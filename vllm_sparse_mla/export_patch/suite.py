@@ -8,6 +8,11 @@ from pathlib import Path
 from vllm_sparse_mla.export_patch.port import SHARED_MODULES, port_test, upstream_module
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_FOLDER = "tests/v1/attention/sparse_mla"
+#: Tests that upstream's file of that name gets, by path there.
+UPSTREAM_TESTS = {
+    "tests/v1/attention/test_sparse_mla_mask.py": f"{_FOLDER}/test_sparse_mla_mask.py"
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,10 @@ def collect_suite(tests: Path) -> Suite:
         f"{upstream_module(name).replace('.', '/')}.py": _PACKAGE / f"testing/{name}.py"
         for name in SHARED_MODULES
     }
-    for path in sorted((tests / "v1/attention/sparse_mla").rglob("*.py")):
-        sources[f"tests/{path.relative_to(tests).as_posix()}"] = path
+    upstreams = {ours: theirs for theirs, ours in UPSTREAM_TESTS.items()}
+    for path in sorted((tests.parent / _FOLDER).rglob("*.py")):
+        name = path.relative_to(tests.parent).as_posix()
+        sources[upstreams.get(name, name)] = path
     files, left_out = {}, []
     for name, path in sources.items():
         test = port_test(path.read_text())

@@ -6,9 +6,7 @@ The plugin adds the variables at run time; upstream declares its variables in on
 """
 
 import ast
-
-from vllm_sparse_mla.export_patch.diff import Change
-from vllm_sparse_mla.export_patch.splice import Definition
+from collections.abc import Collection
 
 PATH = "vllm/envs.py"
 _SWITCHES = {
@@ -27,15 +25,15 @@ _FILES = {
         "prefills is estimated.",
     ),
 }
-_VARIABLES = _SWITCHES | _FILES
-_DECLARATIONS = [
-    *(f"    {name}: bool = False" for name in _SWITCHES),
-    *(f"    {name}: str | None = None" for name in _FILES),
-]
+VARIABLES = _SWITCHES | _FILES
+
+
+def _declaration(name: str) -> str:
+    return f"    {name}: " + ("str | None = None" if name in _FILES else "bool = False")
 
 
 def _entry(name: str) -> list[str]:
-    comment = [f"    # {text}" for text in _VARIABLES[name]]
+    comment = [f"    # {text}" for text in VARIABLES[name]]
     if name in _FILES:
         return [*comment, f'    "{name}": lambda: os.getenv("{name}"),']
     return [
@@ -46,14 +44,12 @@ def _entry(name: str) -> list[str]:
     ]
 
 
-_ENTRIES = [line for name in _VARIABLES for line in _entry(name)]
-
-
-def declare_switches(before: str) -> Change:
-    """Add the variables to ``vllm/envs.py``.
+def declare_switches(before: str, names: Collection[str]) -> str:
+    """Add variables to ``vllm/envs.py``.
 
     Args:
         before: Upstream's text.
+        names: Some of ``VARIABLES``.
 
     Raises:
         ValueError: If the text has no table of variables.
@@ -68,7 +64,9 @@ def declare_switches(before: str) -> Change:
             last_entry = node.value.values[-1]
     if declared is None or last_entry is None:
         raise ValueError(f"{PATH} must have a table of variables, and has none")
-    lines[last_entry.end_lineno : last_entry.end_lineno] = _ENTRIES
-    lines[declared.end_lineno : declared.end_lineno] = _DECLARATIONS
-    definitions = tuple(Definition(name, "new") for name in _VARIABLES)
-    return Change(PATH, before, "\n".join(lines), definitions)
+    chosen = [name for name in VARIABLES if name in names]
+    entries = [line for name in chosen for line in _entry(name)]
+    declarations = [_declaration(name) for name in chosen]
+    lines[last_entry.end_lineno : last_entry.end_lineno] = entries
+    lines[declared.end_lineno : declared.end_lineno] = declarations
+    return "\n".join(lines)

@@ -132,15 +132,23 @@ def bindings(tree: cst.Module) -> Iterator[Binding]:
         ValueError: If an import is relative.
     """
     for node in tree.body:
-        if not m.matches(node, IMPORT | TYPE_CHECKING):
-            continue
-        for statement in m.findall(node, m.Import() | m.ImportFrom()):
-            origin = getattr(statement, "module", None)
-            if getattr(statement, "relative", ()):
-                raise ValueError(f"{code(statement)!r} is relative: it has no export")
-            for alias in statement.names:
-                asname = alias.evaluated_alias
-                if origin is None:
-                    yield Binding(alias.evaluated_name, None, asname)
-                else:
-                    yield Binding(code(origin), alias.evaluated_name, asname)
+        if m.matches(node, IMPORT | TYPE_CHECKING):
+            for statement in m.findall(node, m.Import() | m.ImportFrom()):
+                yield from bindings_of(statement)
+
+
+def bindings_of(statement: cst.Import | cst.ImportFrom) -> Iterator[Binding]:
+    """Names bound by an import.
+
+    Raises:
+        ValueError: If it is relative.
+    """
+    origin = getattr(statement, "module", None)
+    if getattr(statement, "relative", ()):
+        raise ValueError(f"{code(statement)!r} is relative: it has no export")
+    for alias in statement.names:
+        asname = alias.evaluated_alias
+        if origin is None:
+            yield Binding(alias.evaluated_name, None, asname)
+        else:
+            yield Binding(code(origin), alias.evaluated_name, asname)

@@ -58,7 +58,7 @@ def _host_callback(mask_mod: Any, num_aux_tensors: int) -> Any:
         return to_cute(torch.empty((2, 2, 8)[:ndim], dtype=torch.int32))
 
     starts = example(1) if num_aux_tensors > 1 else None
-    # The offset callbacks, upstream's and ours, shift by inline PTX: none on a host.
+    # Offset callbacks shift by inline PTX: none on a host.
     with (
         mock.patch.object(utils, "shr_u32", operator.rshift),
         mock.patch.object(cute.arch, "shf", funnel_shift),

@@ -10,7 +10,7 @@ import torch
 
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 
-COPIES_K = pytest.mark.stock_fails("stock makes K by two copies")
+COPIES_K = "stock makes K by two copies"
 
 # (qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
 MODELS = {"deepseek": (128, 64, 128), "glm": (192, 64, 256)}
@@ -57,7 +57,7 @@ def concat():
     return importlib.import_module(name)
 
 
-@COPIES_K
+@pytest.mark.stock_fails(COPIES_K)
 @pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(("tokens", "heads"), TOKENS_AND_HEADS)
 def test_k_has_the_bits_of_its_parts(concat, device, tokens, heads, dims):
@@ -67,7 +67,7 @@ def test_k_has_the_bits_of_its_parts(concat, device, tokens, heads, dims):
     assert same_bits(found, by_torch(k_nope, k_pe))
 
 
-@COPIES_K
+@pytest.mark.stock_fails(COPIES_K)
 @pytest.mark.parametrize("tokens", [1, 17, 300])
 def test_the_kernel_writes_all_of_k_and_nothing_else(concat, device, tokens):
     parts = parts_of_k(tokens + 128, 3, (128, 64, 128), device)
@@ -82,7 +82,7 @@ def test_the_kernel_writes_all_of_k_and_nothing_else(concat, device, tokens):
     assert same_bits(found, by_torch(k_nope, k_pe))
 
 
-@COPIES_K
+@pytest.mark.stock_fails(COPIES_K)
 @pytest.mark.parametrize(
     ("heads", "dims", "dtype", "first"),
     [
@@ -99,7 +99,7 @@ def test_other_inputs(concat, device, heads, dims, dtype, first):
     assert same_bits(found, by_torch(k_nope, k_pe))
 
 
-@COPIES_K
+@pytest.mark.stock_fails(COPIES_K)
 @pytest.mark.parametrize(
     "change",
     [
@@ -119,7 +119,7 @@ def test_what_it_does_not_take_is_refused_before_a_launch(concat, monkeypatch, c
         concat.concat_mla_k(*parts)
 
 
-@COPIES_K
+@pytest.mark.stock_fails(COPIES_K)
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_entries(concat, device):
     tokens, heads = 2**31 // (128 * 192) + 5, 128
@@ -153,7 +153,7 @@ def made(monkeypatch):
     return found
 
 
-@COPIES_K
+@pytest.mark.stock_fails(COPIES_K)
 @pytest.mark.parametrize("name", STEPS)
 def test_masked_mha_takes_k_from_the_kernel_and_v_from_the_projection(
     make_world, request, monkeypatch, name
@@ -177,7 +177,7 @@ def test_masked_mha_takes_k_from_the_kernel_and_v_from_the_projection(
         assert call["v"].stride() == (dims.num_heads * dims.kv_b_dim, dims.kv_b_dim, 1)
 
 
-@COPIES_K
+@pytest.mark.stock_fails(COPIES_K)
 def test_dense_mha_takes_k_from_the_kernel(make_world, request):
     world = make_world([420] * 2)
     made = request.getfixturevalue("made")

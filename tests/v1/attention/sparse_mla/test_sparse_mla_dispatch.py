@@ -208,7 +208,7 @@ def test_a_server_where_only_the_cache_refuses_says_why(
 ):
     said = []
     monkeypatch.setattr(
-        sparse_mla_attention.logger,
+        importlib.import_module(MODULES + "sparse_mla_kv_cache").logger,
         "info_once",
         lambda message, *args: said.append(message % args),
         raising=False,

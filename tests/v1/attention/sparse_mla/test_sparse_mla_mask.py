@@ -5,9 +5,7 @@
 import pytest
 import torch
 
-from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
-    _build_topk_mask,
     _masked_mha_workspace_fits,
     _topk_mask_shape,
 )
@@ -33,7 +31,7 @@ def test_topk_mask_shape(batch_size, max_query_len, max_key_len, plain, reserved
 
 
 @pytest.mark.parametrize("reserve", [False, True], ids=["plain", "reserved"])
-def test_topk_mask_rows_are_aligned_for_vectorized_loads(reserve):
+def test_rows_are_whole_16_byte_groups(reserve):
     for key_len in (1, 31, 32, 33, 127, 128, 129, 4097):
         shape = _topk_mask_shape(2, 129, key_len, reserve_key_starts_word=reserve)
         mask = torch.empty(shape, dtype=torch.int32)
@@ -41,16 +39,6 @@ def test_topk_mask_rows_are_aligned_for_vectorized_loads(reserve):
         batch_bytes = mask.stride(0) * mask.element_size()
         assert row_bytes % 16 == batch_bytes % 16 == 0
         assert shape[2] * 32 >= key_len + 32 * reserve
-
-
-def test_build_topk_mask_preserves_aligned_row_storage(device):
-    topk = torch.tensor([[0, 128]], dtype=torch.int32, device=device)
-    out = torch.zeros(_topk_mask_shape(1, 1, 129), dtype=torch.int32, device=device)
-    mask = _build_topk_mask([topk], [1], 1, 129, out)
-    assert mask.shape == (1, 1, 8)
-    assert mask.stride() == out.stride()
-    assert mask.data_ptr() == out.data_ptr()
-    assert mask.flatten().tolist() == [1, 0, 0, 0, 1, 0, 0, 0]
 
 
 def test_workspace_fits_up_to_its_last_word():
@@ -84,7 +72,11 @@ def _storage(shape, offset_words=0, strides=None):
     ],
 )
 def test_storage_that_callbacks_can_read_is_accepted(mask):
-    sparse_mla_attention._check_topk_mask_storage(mask)
+    from vllm.model_executor.layers.attention.sparse_mla_attention import (
+        _check_topk_mask_storage,
+    )
+
+    _check_topk_mask_storage(mask)
 
 
 @pytest.mark.stock_fails(STORAGE_UNCHECKED)
@@ -122,5 +114,9 @@ def test_storage_that_callbacks_can_read_is_accepted(mask):
     ],
 )
 def test_storage_that_callbacks_would_misread_is_refused(mask, message):
+    from vllm.model_executor.layers.attention.sparse_mla_attention import (
+        _check_topk_mask_storage,
+    )
+
     with pytest.raises(ValueError, match=f"mask .*{message}"):
-        sparse_mla_attention._check_topk_mask_storage(mask)
+        _check_topk_mask_storage(mask)

@@ -120,7 +120,7 @@ def test_several_requests(q_lens, device):
 @pytest.mark.parametrize("q_lens", [[6], [2, 4]], ids=["one-request", "two-requests"])
 def test_hostile_indices_set_nothing_and_write_nowhere(q_lens, device):
     topk = hostile_topk(sum(q_lens), 48, 100)
-    guarded, view, expected = build_both(topk, q_lens, 100, device)
+    guarded, view, expected = build_both(topk, q_lens, 100, device, max_q_len=128)
     np.testing.assert_array_equal(view.cpu().numpy(), expected)
     guarded.assert_untouched_outside(view)
 
@@ -142,6 +142,16 @@ def test_the_largest_index_sets_nothing(device):
     guarded, view, expected = build_both(topk, [2], 128, device)
     np.testing.assert_array_equal(view.cpu().numpy(), expected)
     guarded.assert_untouched_outside(view)
+
+
+def test_a_view_keeps_the_rows_of_its_storage(device):
+    topk = torch.tensor([[0, 128]], dtype=torch.int32, device=device)
+    out = torch.zeros(_topk_mask_shape(1, 1, 129), dtype=torch.int32, device=device)
+    mask = _build_topk_mask([topk], [1], 1, 129, out)
+    assert mask.shape == (1, 1, 8)
+    assert mask.stride() == out.stride()
+    assert mask.data_ptr() == out.data_ptr()
+    assert mask.flatten().tolist() == [1, 0, 0, 0, 1, 0, 0, 0]
 
 
 def test_duplicates_and_rows_without_keys(device):

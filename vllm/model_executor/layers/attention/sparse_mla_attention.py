@@ -13,7 +13,6 @@ import math
 import weakref
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import ClassVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -33,7 +32,6 @@ from vllm.model_executor.layers.attention import (
 )
 from vllm.model_executor.layers.attention.mla_attention import (
     MLAAttention,
-    MLACommonBaseImpl,
     MLACommonMetadata,
     MLACommonPrefillMetadata,
 )
@@ -44,7 +42,7 @@ from vllm.model_executor.layers.attention.sparse_mla_choice import (
 from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
     check_kv_cache,
     install_quantized_kv_thresholds,
-    kv_cache_refusal,
+    reads_quantized_kv_cache,
 )
 from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
     context_splits,
@@ -82,34 +80,19 @@ def _topk_mask_shape(
     max_key_len: int,
     reserve_key_starts_word: bool = False,
 ) -> tuple[int, int, int]:
-    """Shape ``(batch, query rows, int32 words)`` of a bit-packed top-k mask.
+    """Shape of a bit-packed top-k mask, shared by every site that builds one.
 
-    Query rows are padded to the tile that FA4 reads (128 rows, 256 with two query
-    stages), words to whole 16-byte groups. ``reserve_key_starts_word`` keeps the last
-    word of a row free of keys, for ``offset_dense_mask_mod``.
+    ``(batch, query rows, int32 words)``: rows are padded to the tile that FA4 reads
+    (128 rows, 256 with two query stages), words to whole 16-byte groups.
+    ``reserve_key_starts_word`` keeps the last word of a row free of keys, for
+    ``offset_dense_mask_mod``.
     """
     tile_m = 128 if max_query_len <= 128 else 256
-    padded_query_len = triton.cdiv(max_query_len, tile_m) * tile_m
+    padded_q_len = triton.cdiv(max_query_len, tile_m) * tile_m
     num_words = triton.cdiv(max_key_len, 32) + int(reserve_key_starts_word)
     group_words = TOPK_MASK_ALIGN_BYTES // 4
-    padded_words = triton.cdiv(num_words, group_words) * group_words
-    return batch_size, padded_query_len, padded_words
-
-
-def _masked_mha_workspace_fits(
-    batch_size: int,
-    max_query_len: int,
-    max_context_chunk_seq_len: int,
-    workspace_numel: int,
-) -> bool:
-    """Whether the masks that a batch cannot do without fit ``workspace_numel`` words.
-
-    These are the masks of single key ranges (the suffix, each context chunk); the
-    whole-sequence mask is larger, and optional.
-    """
-    max_key_len = max(max_query_len, max_context_chunk_seq_len)
-    shape = _topk_mask_shape(batch_size, max_query_len, max_key_len)
-    return math.prod(shape) <= workspace_numel
+    num_words = triton.cdiv(num_words, group_words) * group_words
+    return batch_size, padded_q_len, num_words
 
 
 def _is_masked_mha_available(
@@ -120,13 +103,15 @@ def _is_masked_mha_available(
     v_head_dim: int,
     kv_cache_dtype: str,
 ) -> bool:
-    """Whether masked MHA can serve this model on this device at all.
+    """Check if masked MHA can ever fire for this model configuration.
 
-    SM100 by default; SM90 only where the operator asked for it
-    (``VLLM_SPARSE_MLA_SM90=1``), quantized KV caches on SM100 likewise
-    (``VLLM_SPARSE_MLA_QUANTIZED_KV=1``). False also where the layers of the
-    current configuration are known not to take it, which the metadata builder asks.
+    False also where the layers of the current configuration are known not to take it,
+    which the metadata builder asks.
     """
+    if not (
+        sm90_masked_mha_enabled() or current_platform.is_device_capability_family(100)
+    ):
+        return False
     model_dims = (
         num_heads_total,
         kv_lora_rank,
@@ -139,25 +124,19 @@ def _is_masked_mha_available(
     qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
     if sm90_masked_mha_enabled():
         # vLLM selects FA3 on SM90; the masked path asks for FA4 by itself.
-        has_fa4 = is_fa_version_supported(4)
-    elif not current_platform.is_device_capability_family(100):
-        return False
-    elif (qk_head_dim, v_head_dim) == (256, 256):
-        # The selector rules out 256 for the sake of paged K/V; here K/V are contiguous.
-        has_fa4 = get_flash_attn_version() == 4
+        fa_version = 4 if is_fa_version_supported(4) else None
+    elif qk_head_dim == 256 and v_head_dim == 256:
+        # This path uses contiguous K/V, so it does not need the paged-KV
+        # features that keep head-dim 256 disabled in the general FA selector.
+        fa_version = get_flash_attn_version()
     else:
-        has_fa4 = (
-            get_flash_attn_version(head_size=qk_head_dim, head_size_v=v_head_dim) == 4
+        fa_version = get_flash_attn_version(
+            head_size=qk_head_dim, head_size_v=v_head_dim
         )
-    if not has_fa4:
-        return False
-    refusal = kv_cache_refusal(kv_cache_dtype, qk_rope_head_dim)
-    if refusal is not None:
-        logger.info_once(
-            "Sparse MLA: prefills longer than the top-k do not take masked MHA: %s.",
-            refusal,
-        )
-    return refusal is None
+    return fa_version == 4 and (
+        not is_quantized_kv_cache(kv_cache_dtype)
+        or reads_quantized_kv_cache(kv_cache_dtype, qk_rope_head_dim)
+    )
 
 
 def _check_topk_mask_storage(mask: torch.Tensor, name: str = "mask") -> None:
@@ -297,13 +276,13 @@ _TOPK_MASK_SOURCES: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
     """Sparse MLA base with dense and masked-MHA prefill paths."""
 
-    _workspace_fallback_logged: ClassVar[bool] = False
-
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
         if self.masked_mha_available:
-            is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
-            if is_quantized and not sm90_masked_mha_enabled():
+            if (
+                is_quantized_kv_cache(self.kv_cache_dtype)
+                and not sm90_masked_mha_enabled()
+            ):
                 install_quantized_kv_thresholds()
             self.masked_mha_available = prepare_masked_mha(self)
         if not self._use_flashinfer_concat_mla_k:
@@ -336,32 +315,32 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
 
     @staticmethod
     def masked_mha_workspace_fits(prefill: MLACommonPrefillMetadata) -> bool:
-        """Whether masked MHA has kernels and room for this prefill batch's masks."""
+        """Whether this prefill batch's top-k masks fit the workspace.
+
+        False also for a batch that masked MHA has no kernels for.
+        """
         workspace = prefill.topk_mask_workspace
         if workspace is None or prefill.query_lens_cpu is None:
             return False
         batch_size = len(prefill.query_lens_cpu)
         if MASKED_MHA_WARMUP.failed or batch_size > MAX_MASKED_MHA_REQUESTS:
             return False
-        max_chunk_len = 0
+        max_context_chunk_seq_len = 0
         if prefill.chunked_context is not None:
-            max_chunk_len = max(
+            max_context_chunk_seq_len = max(
                 chunk.max_seq_len for chunk in prefill.chunked_context.chunks
             )
-        fits = _masked_mha_workspace_fits(
-            batch_size, prefill.max_query_len, max_chunk_len, workspace.numel()
+        fits = _upstream._masked_mha_workspace_fits(
+            batch_size=batch_size,
+            max_query_len=prefill.max_query_len,
+            max_context_chunk_seq_len=max_context_chunk_seq_len,
+            workspace_numel=workspace.numel(),
         )
-        if not fits and not SparseMLACommonImpl._workspace_fallback_logged:
-            SparseMLACommonImpl._workspace_fallback_logged = True
-            max_key_len = max(prefill.max_query_len, max_chunk_len)
-            shape = _topk_mask_shape(batch_size, prefill.max_query_len, max_key_len)
-            logger.warning(
-                "Sparse MLA: a prefill batch falls back to sparse MQA, because its "
-                "top-k mask of shape %s needs %d int32 words and the workspace holds "
-                "%d. Later batches that do not fit fall back without a message.",
-                shape,
-                math.prod(shape),
-                workspace.numel(),
+        if not fits:
+            logger.warning_once(
+                "Sparse MLA top-k mask workspace (%d MiB) is too small for some "
+                "prefill batches; those fall back to slower sparse MQA.",
+                workspace.numel() * torch.int32.itemsize // (1024 * 1024),
             )
         return fits
 
@@ -401,16 +380,6 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             return super()._concat_k_nope_k_pe(k_nope, k_pe)
         return concat_mla_k(k_nope, k_pe)
 
-    def _project_kv(
-        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project latents ``[tokens, kv_lora_rank]`` to K and V of every head."""
-        kv_nope = self.kv_b_proj(kv_c_normed)[0].unflatten(
-            -1, (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        )
-        k_nope, v = kv_nope.split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
-        return self._concat_k_nope_k_pe(k_nope, k_pe), v
-
     def _build_whole_topk_mask(
         self, topk: torch.Tensor, prefill: MLACommonPrefillMetadata, max_seq_len: int
     ) -> torch.Tensor | None:
@@ -418,10 +387,6 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
 
         With a context None where the workspace is too small for it, since masks of
         ranges can take its place; without, that is a ValueError.
-
-        Layers that share an indexer result share its mask: the first layer of an index
-        group always builds, the others reuse what they find only if the workspace was
-        last written in this step, by this group, from these rows.
         """
         workspace = prefill.topk_mask_workspace
         context = prefill.chunked_context
@@ -430,14 +395,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         if context is not None and math.prod(shape) > workspace.numel():
             return None
         mask = _topk_mask_view(workspace, shape)
-        source = _TOPK_MASK_SOURCES.pop(workspace, None)
-        follows = self.index_group is not None and self.index_group_index > 0
-        if (
-            follows
-            and source is not None
-            and source.matches(prefill, self.index_group, topk, shape)
-        ):
-            _TOPK_MASK_SOURCES[workspace] = source
+        if self._finds_topk_mask(topk, prefill, shape):
             return mask
         build_packed_topk_mask(
             topk,
@@ -451,6 +409,29 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             weakref.ref(prefill), self.index_group, topk.data_ptr(), shape
         )
         return mask
+
+    def _finds_topk_mask(
+        self,
+        topk: torch.Tensor,
+        prefill: MLACommonPrefillMetadata,
+        shape: tuple[int, int, int],
+    ) -> bool:
+        """Whether the workspace holds the whole-sequence mask of this index group.
+
+        Layers that share an indexer result share its mask: the first layer of an index
+        group always builds, the others reuse what they find only if the workspace was
+        last written in this step, by this group, from these rows.
+        """
+        follows = self.index_group is not None and self.index_group_index > 0
+        source = _TOPK_MASK_SOURCES.get(prefill.topk_mask_workspace)
+        found = (
+            follows
+            and source is not None
+            and source.matches(prefill, self.index_group, topk, shape)
+        )
+        if not found:
+            _TOPK_MASK_SOURCES.pop(prefill.topk_mask_workspace, None)
+        return found
 
     def _range_topk_mask(
         self,
@@ -559,7 +540,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         """
         if self.dcp_world_size > 1:
             raise NotImplementedError(
-                "masked MHA with context does not support decode context parallelism"
+                "Masked MHA with context does not yet support decode context "
+                "parallelism"
             )
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
@@ -639,8 +621,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         max_seq_len = attn_metadata.prefill_max_seq_len
         fits_topk = max_seq_len <= attn_metadata.topk_tokens
         if force_dense or (fits_topk and not force_masked):
-            MLACommonBaseImpl.forward_mha(
-                self,
+            super(_upstream.SparseMLACommonImpl, self).forward_mha(
                 q,
                 kv_c_normed,
                 k_pe,

@@ -59,6 +59,20 @@ def kv_cache_refusal(kv_cache_dtype: str, qk_rope_head_dim: int) -> str | None:
     )
 
 
+def reads_quantized_kv_cache(kv_cache_dtype: str, qk_rope_head_dim: int) -> bool:
+    """Whether masked MHA reads this KV cache; the log says once why not.
+
+    Arguments are those of ``kv_cache_refusal``.
+    """
+    refusal = kv_cache_refusal(kv_cache_dtype, qk_rope_head_dim)
+    if refusal is not None:
+        logger.info_once(
+            "Sparse MLA: prefills longer than the top-k do not take masked MHA: %s.",
+            refusal,
+        )
+    return refusal is None
+
+
 def check_kv_cache(
     cache: torch.Tensor,
     kv_cache_dtype: str,
@@ -141,6 +155,5 @@ def install_quantized_kv_thresholds() -> None:
     logger.info(
         "VLLM_SPARSE_MLA_QUANTIZED_KV=1: masked MHA is on over quantized KV caches, up "
         "to half the lengths that vLLM measured with a BF16 cache. They were not "
-        "measured on SM100: vllm-sparse-mla's benchmarks/benchmark_masked_prefill.py "
-        "does it, with --kv-cache-dtype fp8 or fp8_ds_mla."
+        "measured on SM100."
     )

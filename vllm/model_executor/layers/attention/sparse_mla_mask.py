@@ -26,7 +26,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from vllm.model_executor.kernels.attention.dsa.topk_mask import TOPK_MASK_ALIGN_BYTES
 from vllm.vllm_flash_attn.cute import utils
 
-_GROUP_WORDS = TOPK_MASK_ALIGN_BYTES // 4  # words of one load: 128 keys
+_GROUP_WORDS = 4  # 128 keys
 
 
 def _file_hash(name: str) -> str:
@@ -41,9 +41,9 @@ def _file_hash(name: str) -> str:
 
 @cute.jit
 def _load_group(mask: cute.Tensor, batch_idx: Int32, query_idx: Int32, word: Int32):
-    """Load words ``[word, word + 4)`` of a mask row, 16 bytes at once."""
+    """Load words ``[word, word + 4)`` of a mask row."""
     # The address is summed in bytes: indexed through the tensor, the 256/256 kernel
-    # comes out longer than with stock's four 32-bit loads.
+    # comes out longer.
     offset = Int64(cute.crd2idx((batch_idx, query_idx, word), mask.layout))
     pointer = cute.make_ptr(
         Int32,

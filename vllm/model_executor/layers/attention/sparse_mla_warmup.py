@@ -3,10 +3,10 @@
 """Start-up compilation of what the first long prompt would otherwise compile.
 
 FA4 compiles a kernel for each combination of callback, causality and LSE (3 to 6 s
-each), and others for some request counts and query lengths; the mask builder one for
-each of its specialisations. They are compiled by vLLM's JIT warm-up, or at load where
-``--enforce-eager`` switches that off; only where a prefill can take masked MHA, and if
-one does not compile, prefills run sparse MQA instead.
+each), and others for some request counts and query lengths. They are compiled by
+vLLM's JIT warm-up, or at load where ``--enforce-eager`` switches that off; only where
+a prefill can take masked MHA, and if one does not compile, prefills run sparse MQA
+instead.
 """
 
 from dataclasses import dataclass
@@ -291,8 +291,17 @@ class FA4MaskedMHAKernel(VllmJitKernel["FA4MaskedMHAKernel.CompileKey"]):
 FA4_MASKED_MHA_KERNEL = FA4MaskedMHAKernel()
 
 
+def masked_mha_kernels() -> tuple[VllmJitKernel, ...]:
+    """What a prefill by masked MHA launches."""
+    from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
+        TOPK_MASK_KERNEL,
+    )
+
+    return FA4_MASKED_MHA_KERNEL, TOPK_MASK_KERNEL
+
+
 class MaskedMHAWarmup(VllmJitKernel[tuple[VllmJitKernel, Any]]):
-    """Compiles all of masked MHA: FA4's kernels and the mask builder's.
+    """Compiles all of masked MHA.
 
     Attributes:
         failed: Something did not compile in this process, which therefore runs sparse
@@ -305,15 +314,11 @@ class MaskedMHAWarmup(VllmJitKernel[tuple[VllmJitKernel, Any]]):
         self, vllm_config: "VllmConfig"
     ) -> list[tuple[VllmJitKernel, Any]]:
         """Every kernel's own keys; none where masked MHA cannot fire."""
-        from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
-            TOPK_MASK_KERNEL,
-        )
-
         if not FA4_MASKED_MHA_KERNEL.get_warmup_keys(vllm_config):
             return []
         return [
             (kernel, key)
-            for kernel in (FA4_MASKED_MHA_KERNEL, TOPK_MASK_KERNEL)
+            for kernel in masked_mha_kernels()
             for key in kernel.get_warmup_keys(vllm_config)
         ]
 

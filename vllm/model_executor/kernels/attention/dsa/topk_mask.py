@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Bit-packed attention masks from top-k rows, for all requests in one launch.
-
-``build_packed_topk_mask`` takes the CuTe DSL kernel of ``topk_mask_cutedsl.py`` on an
-NVIDIA GPU and the Triton kernel below anywhere else, the interpreter included.
-"""
+"""Bit-packed attention masks from top-k rows."""
 
 import functools
 
@@ -19,7 +15,6 @@ logger = init_logger(__name__)
 
 # What FA4's callbacks assume of a mask's base address and outer strides, in bytes.
 TOPK_MASK_ALIGN_BYTES = 16
-
 
 _SCATTER_BLOCK = 1024
 
@@ -129,7 +124,10 @@ def build_topk_mask_triton(
 
 @functools.cache
 def _use_cutedsl_topk_mask(device_type: str) -> bool:
-    """Whether the CuTe DSL kernel builds masks on this device; says so once."""
+    """Whether the CuTe DSL kernel builds masks on this device; says so once.
+
+    That is on an NVIDIA GPU; anywhere else, the interpreter included, Triton does.
+    """
     if device_type != "cuda" or not current_platform.is_cuda():
         reason = f"{device_type} is not an NVIDIA GPU here"
     elif not has_cutedsl():
@@ -213,9 +211,14 @@ def build_packed_topk_mask(
         return view
     if _use_cutedsl_topk_mask(out.device.type):
         from vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl import (
-            TOPK_MASK_KERNEL as build,
+            TOPK_MASK_KERNEL,
+        )
+
+        TOPK_MASK_KERNEL(
+            topk, cu_q_lens, max_q_len, max_seq_len, out, context_lens, range_starts
         )
     else:
-        build = build_topk_mask_triton
-    build(topk, cu_q_lens, max_q_len, max_seq_len, out, context_lens, range_starts)
+        build_topk_mask_triton(
+            topk, cu_q_lens, max_q_len, max_seq_len, out, context_lens, range_starts
+        )
     return view
