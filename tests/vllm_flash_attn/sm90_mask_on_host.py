@@ -122,6 +122,9 @@ def words_mask_mod(vec_size: int):
         for i in cutlass.range_constexpr(max(vec_size // 32, 1)):
             word = Uint32(aux_tensors[0][batch[0], q_idx[0], (kv_idx[0] >> 5) + i])
             keep[i] = (word ^ flip) >> Uint32(kv_idx[0] & 31)
+        if cutlass.const_expr(vec_size < 32):
+            # Bits past a call's keys mean nothing.
+            keep[0] = keep[0] ^ Uint32(0xFFFFFFFF & ~((1 << vec_size) - 1))
         return keep.load()
 
     mask_mod.__vec_size__ = vec_size
