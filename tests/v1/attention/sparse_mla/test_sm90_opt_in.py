@@ -9,6 +9,7 @@ there. The device is faked.
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm.model_executor.layers.attention import sparse_mla_attention
 
@@ -60,6 +61,24 @@ def test_without_the_packed_branch_the_switch_warns_and_does_nothing(
     assert not sparse_mla_attention._is_masked_mha_available(*DEEPSEEK_DIMS, "auto")
     (line,) = warned
     assert "masked MHA stays off" in line
+
+
+@pytest.mark.parametrize(("family", "expected"), [(90, []), (100, ["halved"])])
+def test_quantized_caches_halve_vllms_lengths_but_on_sm90(
+    on_device, monkeypatch, family, expected
+):
+    on_device(family, "1")
+    installed = []
+    for name, value in (
+        ("install_quantized_kv_thresholds", lambda: installed.append("halved")),
+        ("prepare_masked_mha", lambda impl: True),
+    ):
+        monkeypatch.setattr(sparse_mla_attention, name, value)
+    impl = object.__new__(sparse_mla_attention.SparseMLACommonImpl)
+    impl.kv_cache_dtype, impl.masked_mha_available = "fp8_ds_mla", True
+    impl._use_flashinfer_concat_mla_k = True
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert installed == expected
 
 
 @pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1")])

@@ -336,6 +336,7 @@ def test_a_backend_that_turns_masked_mha_off_registers_nothing(monkeypatch):
     cls = sparse_mla_attention.SparseMLACommonImpl
     impl = cls.__new__(cls)
     impl.masked_mha_available = False
+    impl._use_flashinfer_concat_mla_k = True
     monkeypatch.setattr(
         sparse_mla_attention,
         "prepare_masked_mha",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm import _custom_ops
-from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
 
 kv_cache = pytest.importorskip(
@@ -111,25 +111,22 @@ def test_halved_lengths_are_installed_once_with_a_warning(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "on_sm90", "expected"),
-    [("auto", False, None), ("fp8", False, "halved"), ("fp8_ds_mla", True, None)],
+    ("kv_cache_dtype", "expected"), [("auto", []), ("fp8", ["halved"])]
 )
 def test_which_thresholds_a_loaded_layer_installs(
-    monkeypatch, kv_cache_dtype, on_sm90, expected
+    monkeypatch, kv_cache_dtype, expected
 ):
-    from vllm.model_executor.layers.attention import sparse_mla_attention as layer
-
     installed = []
     for name, value in (
         ("install_quantized_kv_thresholds", lambda: installed.append("halved")),
-        ("sm90_masked_mha_enabled", lambda: on_sm90),
         ("prepare_masked_mha", lambda impl: True),
     ):
-        monkeypatch.setattr(layer, name, value)
-    impl = layer.SparseMLACommonImpl.__new__(layer.SparseMLACommonImpl)
+        monkeypatch.setattr(sparse_mla_attention, name, value)
+    impl = object.__new__(sparse_mla_attention.SparseMLACommonImpl)
     impl.kv_cache_dtype, impl.masked_mha_available = kv_cache_dtype, True
+    impl._use_flashinfer_concat_mla_k = True
     impl.process_weights_after_loading(torch.bfloat16)
-    assert installed == ([expected] if expected else [])
+    assert installed == expected
 
 
 def test_dense_mha_over_nvfp4_reaches_a_gather_that_does_not_know_it(make_world):
