@@ -16,7 +16,8 @@ All servers are up from the start and one at a time is loaded, the variants in t
 each of several rounds, after a warm-up that is not measured. Milliseconds to the first
 token are counted at the HTTP client, percentiles over all rounds. In brackets: this
 over stock, and the least and greatest of that among the rounds. ``cold`` are turns of
-which the prefix cache had lost the history.
+which the prefix cache had lost the history, ``compiled`` kernels that vLLM's JIT
+monitor saw after the warm-up, ``tensors`` what they occupy on the GPU after a round.
 
 By default one GPU does the work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in
 four layers and without the all-reduces. Needs an SM90 GPU and the package installed
@@ -37,7 +38,7 @@ import numpy as np
 from bench_common import save_csv, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
-from serving.probe import read_records
+from serving.probe import read_gpu_memory, read_records
 from serving.server import VARIANTS, Server
 from serving.servers import running_servers, variant_list
 
@@ -55,7 +56,7 @@ MAX_MODEL_LEN = 16384
 KV_CACHE_GIB = 8.0
 # Of a history the last block, and the token that no step has computed, are not cached.
 LOST_TOKENS = 256
-COUNTS = ("failed", "cold", "masked MHA calls")
+COUNTS = ("failed", "cold", "masked MHA calls", "compiled", "tensors MiB")
 
 
 @dataclass
@@ -98,6 +99,8 @@ class Round:
         cold: turns whose history was not cached.
         seconds: from the first request to the last answer.
         masked: calls of FA4 with a mask, over all layers.
+        compiled: kernels, meanwhile.
+        tensors_mib: GPU memory that tensors occupy, as last seen.
     """
 
     prompts: list[Completion] = field(default_factory=list)
@@ -105,6 +108,8 @@ class Round:
     cold: int = 0
     seconds: float = 0.0
     masked: int = 0
+    compiled: int = 0
+    tensors_mib: float = 0.0
 
     def measures(self) -> dict[str, float]:
         """Numbers for people, by name."""
@@ -116,7 +121,13 @@ class Round:
                 found[f"{kind}: TTFT p{percent} ms"] = float(value)
         failed = len(self.errors())
         answered = len(self.prompts) + len(self.turns) - failed
-        counts = (failed, self.cold, self.masked)
+        counts = (
+            failed,
+            self.cold,
+            self.masked,
+            self.compiled,
+            self.tensors_mib,
+        )
         return (
             found
             | {"requests/s": answered / self.seconds or math.nan}
@@ -136,6 +147,8 @@ def merged(rounds: Sequence[Round]) -> Round:
         sum(r.cold for r in rounds),
         sum(r.seconds for r in rounds),
         sum(r.masked for r in rounds),
+        sum(r.compiled for r in rounds),
+        max(r.tensors_mib for r in rounds),
     )
 
 
@@ -226,6 +239,7 @@ async def measure(
             # Every other round backwards: no variant always follows the same one.
             for variant in list(servers)[:: 1 if number % 2 else -1]:
                 before = len(read_records(folders[variant]))
+                compiled = len(servers[variant].jit_kernels())
                 answers = await run_round(
                     session,
                     servers[variant].url,
@@ -235,6 +249,9 @@ async def measure(
                     seed,
                 )
                 answers.masked = len(read_records(folders[variant])) - before
+                answers.compiled = len(servers[variant].jit_kernels()) - compiled
+                seen = read_gpu_memory(folders[variant])
+                answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
                 if number:
                     found[tokens, variant].append(answers)
     return found

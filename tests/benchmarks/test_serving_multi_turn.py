@@ -56,7 +56,12 @@ def serve(monkeypatch):
     def run(variants=("stock", "opt-in"), rounds=2, **kwargs):
         served = Served(**kwargs)
         monkeypatch.setattr(multi_turn, "stream", served.stream)
-        servers = {name: SimpleNamespace(url=name) for name in variants}
+        servers = {
+            name: SimpleNamespace(url=name, jit_kernels=lambda: ["a kernel"])
+            for name in variants
+        }
+        memory = [{"allocated": 2**20}, {"allocated": 3 * 2**20}]
+        monkeypatch.setattr(multi_turn, "read_gpu_memory", lambda name: memory)
         records = {name: 0 for name in variants}
         monkeypatch.setattr(
             multi_turn, "read_records", lambda name: range(records[name])
@@ -134,7 +139,8 @@ def test_times_are_counted_and_compared(serve):
     assert value(rows, "prompt: TTFT p99 ms") == pytest.approx(22.0)
     for column in ("/ stock", "least", "greatest"):
         assert value(rows, "turn: TTFT p99 ms", column=column) == pytest.approx(1.05)
-    assert value(rows, "failed") == value(rows, "cold") == 0
+    assert value(rows, "failed") == value(rows, "cold") == value(rows, "compiled") == 0
+    assert value(rows, "tensors MiB") == 3
     text = section(rows)
     assert "21.0 (1.050; 1.050 to 1.050)" in text
     assert "turn: TTFT p50 ms, turns of 16 (1.050)" in text

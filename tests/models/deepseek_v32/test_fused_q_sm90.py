@@ -260,8 +260,9 @@ class Poisoned:
     def __getattr__(self, name):
         return getattr(torch, name)
 
-    def empty(self, rows: int, *shape: int, dtype: torch.dtype, device: torch.device):
-        found = torch.empty(rows + 1, *shape, dtype=dtype, device=device)
+    def empty(self, *shape, dtype: torch.dtype, device: torch.device):
+        rows, *others = torch.Size(shape[0] if isinstance(shape[0], tuple) else shape)
+        found = torch.empty(rows + 1, *others, dtype=dtype, device=device)
         found.view(torch.uint8).fill_(POISON)
         self.whole.append(found)
         return found[:rows]
@@ -336,9 +337,15 @@ def test_the_same_bits_for_values_that_are_small_or_large(
 @pytest.mark.gpu
 @indexers
 @queries
-def test_the_same_bits_with_a_float32_rope_cache(both_kernels, indexer, quantize):
+def test_a_float32_rope_cache_is_rounded_alike(both_kernels, indexer, quantize):
+    """Its products are not exact in float32, so the order of operations shows."""
     arguments = inputs(1000, 16, indexer, quantize, "cuda", rope_dtype=torch.float32)
-    compare(*both_kernels(arguments), indexer)
+    for triton, cutedsl in zip(*both_kernels(arguments), strict=True):
+        # One step of FP8 where that is the type, else of BF16.
+        step = 2**-3 if triton.dtype.itemsize == 1 else 2**-7
+        torch.testing.assert_close(
+            cutedsl.float(), triton.float(), rtol=step, atol=2**-9
+        )
 
 
 @pytest.mark.gpu
@@ -348,7 +355,7 @@ def test_one_other_input_value_is_seen(both_kernels, output):
     arguments = inputs(64, 16, DEEPSEEK, False, "cuda")
     triton, _ = both_kernels(arguments)
     changed = arguments[("q_pe", "index_q", "index_weights")[output]]
-    changed[63, 15, ...].mul_(2)
+    changed[63, 15, ...].neg_()
     _, cutedsl = both_kernels(arguments)
     with pytest.raises(AssertionError):
         compare(triton, cutedsl, DEEPSEEK)

@@ -223,10 +223,10 @@ def test_the_layer_hands_the_query_on_as_it_lies(device, attend, dims):
     assert found.stride() == expected.stride() and same_bits(found, expected)
 
 
-def test_what_was_made_for_mqa_is_copied(attend):
+def test_what_was_made_for_mqa_is_copied(device, attend):
     """As in the replay of a CUDA graph, which was captured for both."""
-    q, q_nope, q_pe = parts_of_q(17, 4, (128, 64), "cpu")
-    rotation = Rotation.of(17, "cpu")
+    q, q_nope, q_pe = parts_of_q(17, 4, (128, 64), device)
+    rotation = Rotation.of(17, device)
     (*_, mqa_q) = rotated_apart(q_pe, rotation)
     found = attend(q_nope, q_pe, mqa_q)
     assert same_bits(found, torch.cat((q_nope, mqa_q), dim=-1))
