@@ -8,6 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 LINTER := .venv/.linter
+SOURCE := .venv/vllm-source
 
 .PHONY: run test test-gpu test-codegen test-patched test-stock mutants lint codegen-latest wheel gpu-report
 
@@ -27,7 +28,8 @@ test-gpu: $(INSTALLED)
 test-codegen: $(INSTALLED)
 	$(BIN)/python -m pytest -m extra tests/codegen $(ARGS)
 
-test-patched: $(INSTALLED)
+test-patched: export VLLM_SOURCE = $(abspath $(SOURCE))
+test-patched: $(INSTALLED) $(SOURCE)
 	$(BIN)/python -m pytest -m extra tests/upstream $(ARGS)
 
 # GPU tests and benchmarks on the GPU that is here, and its page in docs/results.
@@ -69,6 +71,16 @@ $(INSTALLED): requirements/common.txt requirements/benchmark.txt requirements/te
 	$(BIN)/python -m pip install -r requirements/test.txt
 	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	touch $@
+
+# vLLM's source distribution. pip asks it for its metadata, for which no compiler is
+# needed.
+$(SOURCE): export VLLM_TARGET_DEVICE = empty
+$(SOURCE): | $(INSTALLED)
+	version=$$($(BIN)/python -c 'from vllm_sparse_mla.guard import VLLM_VERSION as v; print(v)') && \
+	VLLM_VERSION_OVERRIDE=$$version $(BIN)/python -m pip download --no-deps --no-build-isolation \
+		--no-binary vllm -d .venv vllm==$$version && \
+	mkdir -p $@.part && tar -xzf .venv/vllm-$$version.tar.gz -C $@.part --strip-components 1 && \
+	mv $@.part $@
 
 $(LINTER): requirements/lint.txt | $(BIN)/pip
 	$(BIN)/python -m pip install -r requirements/lint.txt

@@ -34,6 +34,8 @@ class Edit:
         change: returns what that expression becomes, on as many lines.
         imports: statements that it needs at the top of the file; not for a module that
             may be edited where it is (``guard.EditedFile.keeps_name``).
+        untyped: a call of what the declared type of its object has not, which the patch
+            tells mypy.
         exported: whether the patch has it too.
     """
 
@@ -41,6 +43,7 @@ class Edit:
     pattern: m.BaseMatcherNode
     change: Callable[[cst.CSTNode], cst.CSTNode]
     imports: tuple[str, ...] = ()
+    untyped: str = ""
     exported: bool = True
 
 
@@ -324,6 +327,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             "MLAAttention._use_sparse_mha",
             m.SaveMatchedNode(m.Call(m.Name("_use_masked_mha")), CHANGED),
             _ask_layer,
+            untyped="self.impl.masked_mha_pays(",
         ),
     ),
     "vllm.models.deepseek_v32.attention": (
@@ -334,6 +338,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
                 CHANGED,
             ),
             lambda _: cst.parse_expression("self.impl.mha_query(q_nope, mha_q_pe)"),
+            untyped="self.impl.mha_query(",
         ),
     ),
     "vllm.models.deepseek_v32.common.kernels": (

@@ -3,7 +3,6 @@
 """The exported patches, and trees made from the installed vLLM to apply them to."""
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,29 +73,3 @@ def copy_files(upstream_root: Path) -> Callable[[Path, Sequence[Change]], None]:
                 target.write_text(change.before)
 
     return copy
-
-
-@pytest.fixture(scope="session")
-def link_package(upstream_root: Path) -> Callable[[Path, Sequence[str]], None]:
-    """Function that makes a whole ``vllm`` package in which some files are copies.
-
-    The folders above those files are real, all else is linked to the installed
-    package: it is large, and must not change.
-    """
-
-    def link(tree: Path, copied: Sequence[str]) -> None:
-        real = {parent for path in copied for parent in Path(path).parents} - {Path()}
-        for folder in sorted(real):
-            if not (upstream_root / folder).is_dir():
-                continue
-            (tree / folder).mkdir(parents=True)
-            for entry in (upstream_root / folder).iterdir():
-                path = folder / entry.name
-                if path in real or entry.name == "__pycache__":
-                    continue
-                if str(path) in copied:
-                    shutil.copy(entry, tree / path)
-                else:
-                    (tree / path).symlink_to(entry)
-
-    return link

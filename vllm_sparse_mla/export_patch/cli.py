@@ -72,6 +72,8 @@ def command(
     tests = tests_root()
     if series is not None and output is not None:
         raise typer.BadParameter("--series writes a folder, and takes no --output")
+    if series is not None and tests is None:
+        raise typer.BadParameter("--series needs a checkout: its patches bring tests")
     try:
         root = upstream if upstream is not None else installed_vllm_root()
         suite = collect_suite(tests) if tests and not fa4 else None

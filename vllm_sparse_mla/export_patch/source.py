@@ -130,11 +130,12 @@ class Source:
         if self.edits:
             edits = [edit for edit in self.edits if wanted(edit.function)]
             edited = tuple(Definition(edit.function, "edited") for edit in edits)
-            after = apply_edits(before, edits)
-            return (tidy(after) if self.rules.formatted else after), edited
+            after = tidy(apply_edits(before, edits))
+            for call in filter(None, (edit.untyped for edit in edits)):
+                line = next(x for x in after.splitlines() if call in x)
+                after = after.replace(line, f"{line}  # type: ignore[attr-defined]")
+            return after, edited
         if before is None:
-            if all(map(wanted, self.definitions)) and own is self.own:
-                return self.overlay, ()
             body = [n for n in own.body if (x := tree.name_of(n)) is None or wanted(x)]
             return tidy(own.with_changes(body=body).code), ()
         spliced = splice(own.code, before, self.rules, wanted)

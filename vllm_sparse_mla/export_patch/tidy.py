@@ -10,7 +10,7 @@ _CONFIG = 'lint.isort.known-first-party=["tests", "vllm"]'
 
 
 def tidy(text: str, formatted: bool = True) -> str:
-    """Drop unused imports; sort the others and format the file, if ``formatted``.
+    """Drop unused imports; sort the others and lay the file out, if ``formatted``.
 
     Args:
         text: A Python file.
@@ -19,7 +19,8 @@ def tidy(text: str, formatted: bool = True) -> str:
     Raises:
         ValueError: If ruff is not installed, or cannot read the file.
     """
-    text = _ruff(text, "check", "--fix", "--select", "I,F401" if formatted else "F401")
+    rules = "I,F401,D202,D413" if formatted else "F401"
+    text = _ruff(text, "check", "--fix", "--select", rules)
     return _ruff(text, "format") if formatted else text
 
 

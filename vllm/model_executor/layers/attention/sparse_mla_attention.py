@@ -13,6 +13,7 @@ import math
 import weakref
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -32,7 +33,6 @@ from vllm.model_executor.layers.attention import (
 )
 from vllm.model_executor.layers.attention.mla_attention import (
     MLAAttention,
-    MLACommonMetadata,
     MLACommonPrefillMetadata,
 )
 from vllm.model_executor.layers.attention.sparse_mla_choice import (
@@ -188,7 +188,9 @@ def _build_topk_mask(
     Args:
         topk_indices_per_req: int32 ``[q_lens[b], topk]`` for each request.
         q_lens: Query rows of each request.
-        max_q_len, max_seq_len, out: As for ``build_packed_topk_mask``.
+        max_q_len: As for ``build_packed_topk_mask``.
+        max_seq_len: As for ``build_packed_topk_mask``.
+        out: As for ``build_packed_topk_mask``.
 
     Returns:
         ``out[:len(q_lens), :max_q_len]``, never narrowed in its last dimension, so
@@ -289,7 +291,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             compile_before_first_prompt(CONCAT_MLA_K_KERNEL)
 
     def masked_mha_pays(
-        self, layer: MLAAttention, attn_metadata: MLACommonMetadata, admitted: bool
+        self, layer: MLAAttention, attn_metadata: _upstream.T, admitted: bool
     ) -> bool:
         """Whether masked MHA is the faster way for the prefills of a step.
 
@@ -300,6 +302,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 lengths. It decides where there is no estimate.
         """
         prefill = attn_metadata.prefill
+        assert prefill is not None
         if prefill.use_dense_mha:
             return admitted
         admitted = admitted and not sm90_masked_mha_enabled()
@@ -389,6 +392,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         ranges can take its place; without, that is a ValueError.
         """
         workspace = prefill.topk_mask_workspace
+        assert workspace is not None
         context = prefill.chunked_context
         batch_size = prefill.query_start_loc.shape[0] - 1
         shape = _topk_mask_shape(batch_size, prefill.max_query_len, max_seq_len)
@@ -446,6 +450,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         whose bit 0 is the range's first key.
         """
         context = prefill.chunked_context
+        assert context is not None
         if chunk is None:
             requests = tokens = slice(None)
             cu_q_lens, starts = prefill.query_start_loc, context.context_lens
@@ -457,6 +462,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         if whole is not None:
             return whole[requests], starts
         workspace = prefill.topk_mask_workspace
+        assert workspace is not None
         batch_size = cu_q_lens.shape[0] - 1
         shape = _topk_mask_shape(batch_size, prefill.max_query_len, max_range_len)
         mask = _topk_mask_view(workspace, shape)
@@ -544,7 +550,9 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 "parallelism"
             )
         prefill = attn_metadata.prefill
+        assert prefill is not None
         context = prefill.chunked_context
+        assert context is not None
         # A request without query tokens has nothing to attend or merge with, and the
         # kernels refuse to be launched over no rows.
         chunks = [
@@ -586,10 +594,11 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 num_splits=num_splits,
             )
 
+        backend: Any = SimpleNamespace(run_prefill_context_chunk=attend)
         walked = replace(
             prefill,
             chunked_context=replace(context, chunks=chunks),
-            prefill_backend=SimpleNamespace(run_prefill_context_chunk=attend),
+            prefill_backend=backend,
         )
         return self._compute_prefill_context(
             q, kv_c_and_k_pe_cache, replace(attn_metadata, prefill=walked), k_scale

@@ -101,6 +101,7 @@ def step_pays(
     known = getattr(prefill, "_masked_mha_pays", None)
     if known is not None and known[0] is estimate:
         return known[1]
+    assert prefill.query_lens_cpu is not None
     queries, context = prefill.query_lens_cpu.numpy(), prefill.chunked_context
     cached, num_chunks = 0, 0
     if context is not None:
@@ -121,7 +122,7 @@ def step_pays(
             sparse,
         )
         pays = masked < sparse
-    prefill._masked_mha_pays = estimate, pays
+    prefill._masked_mha_pays = estimate, pays  # type: ignore[attr-defined]
     return pays
 
 
@@ -129,6 +130,7 @@ def describe_estimate(estimate: PrefillEstimate, longest: int) -> str:
     """At which lengths a request alone in its step takes masked MHA, for people.
 
     Args:
+        estimate: the layer's.
         longest: sequence of the server.
     """
     parts = [f"whole prompts of {_describe(whole_prompts(estimate, longest))} tokens"]

@@ -271,8 +271,12 @@ def make_estimate(
 
     Args:
         costs: of the GPU.
+        qk_head_dim: of the layer.
+        v_head_dim: of the layer.
         backend: vLLM's name of the one that runs sparse MQA.
         kv_cache_dtype: as vLLM spells it; those that do not quantize are ``auto``.
+        num_heads: of the rank.
+        topk: of the indexer.
 
     Raises:
         ValueError: there are no coefficients for these, or they are of other terms.
@@ -318,7 +322,7 @@ def admitted_lengths(
         asked.append(min(last, asked[-1] + max(1, asked[-1] // 16)))
     answers = list(map(pays, asked))
     ranges = []
-    start = first if answers[0] else None
+    start = first
     for low, high, before, after in zip(asked, asked[1:], answers, answers[1:]):
         if before != after:
             change = bisect_left(range(low, high + 1), True, key=_differs(pays, before))

@@ -68,10 +68,8 @@ def dense_mask_mod(
 ) -> cute.TensorSSA:
     """Keep words of 128 columns, column ``k`` being key ``k``; one 16-byte load.
 
-    The first column must be a multiple of 128 (``__column_alignment__``).
-
-    Args:
-        aux_tensors: ``[mask]``.
+    The first column must be a multiple of 128 (``__column_alignment__``);
+    ``aux_tensors`` is ``[mask]``.
     """
     words = _load_group(
         aux_tensors[0],
@@ -102,10 +100,9 @@ def offset_dense_mask_mod(
     128 keys can span are loaded, and the wanted words shifted out of them. The second
     group is clamped to the row; what it then holds belongs to no key.
 
-    Args:
-        aux_tensors: ``[mask]``, where request ``b``'s ``key_start`` is the last word
-            of its row 0, or ``[mask, key_starts]`` with int32 ``key_starts`` of shape
-            ``[batch]``, which leaves the mask untouched between calls.
+    ``aux_tensors`` is ``[mask]``, where request ``b``'s ``key_start`` is the last word
+    of its row 0, or ``[mask, key_starts]`` with int32 ``key_starts`` of shape
+    ``[batch]``, which leaves the mask untouched between calls.
     """
     mask = aux_tensors[0]
     batch_idx = utils.ssa_to_scalar(batch)

@@ -95,7 +95,10 @@ def masked_mha_is_ruled_out() -> bool:
     A metadata builder is made after them, and needs no mask workspace then.
     """
     layers = _sparse_mla_layers(get_current_vllm_config_or_none())
-    return bool(layers) and not any(x.impl.masked_mha_available for x in layers)
+    return bool(layers) and not any(
+        layer.impl.masked_mha_available  # type: ignore[attr-defined]
+        for layer in layers
+    )
 
 
 def _takes_masked_mha(
@@ -118,9 +121,10 @@ def _takes_masked_mha(
         use_dense_mha=False,
         topk_mask_workspace=torch.empty(2**48, dtype=torch.int32, device="meta"),
     )
-    return layer._use_sparse_mha(
-        SimpleNamespace(prefill=prefill, prefill_max_seq_len=seq_len, topk_tokens=topk)
+    metadata: Any = SimpleNamespace(
+        prefill=prefill, prefill_max_seq_len=seq_len, topk_tokens=topk
     )
+    return layer._use_sparse_mha(metadata)
 
 
 def masked_mha_query_lens(
@@ -129,6 +133,8 @@ def masked_mha_query_lens(
     """Longest queries with which a batch can take masked MHA in this layer.
 
     Args:
+        layer: A layer of the model.
+        vllm_config: The server's.
         has_context: For batches with cached tokens, or for those without.
 
     Returns:
@@ -342,13 +348,13 @@ MASKED_MHA_WARMUP = MaskedMHAWarmup()
 
 
 def _log_lengths(layer: MLAAttention, vllm_config: "VllmConfig") -> None:
-    backend = layer.attn_backend.get_name()
+    backend, impl = layer.attn_backend.get_name(), layer.impl
     estimate = prefill_estimate(
-        layer.impl.qk_head_dim,
-        layer.impl.v_head_dim,
+        impl.qk_head_dim,  # type: ignore[attr-defined]
+        impl.v_head_dim,  # type: ignore[attr-defined]
         backend,
-        layer.impl.kv_cache_dtype,
-        layer.impl.num_heads,
+        impl.kv_cache_dtype,
+        impl.num_heads,
         vllm_config.model_config.hf_text_config.index_topk,
     )
     if estimate is not None:
@@ -391,6 +397,7 @@ def prepare_masked_mha(impl: Any) -> bool:
     for layer in _sparse_mla_layers(vllm_config):
         if layer.impl is not impl:
             continue
+        assert vllm_config is not None
         if not any(
             masked_mha_query_lens(layer, vllm_config, has_context)
             for has_context in (False, True)

@@ -8,6 +8,7 @@ a thread of a BF16 query.
 """
 
 import math
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +20,7 @@ from vllm.platforms import current_platform
 MAX_WARPS = 8
 
 
-def for_this_device(stock: type) -> type:
+def for_this_device(stock: Any) -> Any:
     """The class of the kernel: ``FusedQKernel``, or on SM90 what derives from it.
 
     Args:
