@@ -190,7 +190,8 @@ VALUES |= {"1": True, "true": True, "TRUE": True, " 1 ": True}
 @pytest.mark.parametrize(("value", "expected"), VALUES.items())
 def test_a_switch_means_the_same_to_plugin_and_patch(monkeypatch, value, expected):
     """The patch puts its switch into vLLM's table of variables."""
-    patched = eval("{\n" + "\n".join(switch._ENTRIES) + "\n}", {"os": os})
+    entries = [line for name in switch.VARIABLES for line in switch._entry(name)]
+    patched = eval("{\n" + "\n".join(entries) + "\n}", {"os": os})
     for name, read in (
         (envs.STRICT, envs.strict),
         (envs.SM90, envs.sm90),
