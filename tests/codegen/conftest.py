@@ -4,6 +4,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from vllm_sparse_mla.codegen import (
     compile_variants,
     disassembly,
 )
+from vllm_sparse_mla.codegen.worker import environment
 
 # `make test` compiles what the layer calls and what that is compared with; all of it
 # takes minutes more, and `make test-codegen`. What it adds shares its code with a call
@@ -201,3 +204,34 @@ def compiled(
             cache.write_text(json.dumps([record.to_dict() for record in records]))
         found = map(CodegenRecord.from_dict, json.loads(cache.read_text()))
         return dict(zip(chosen, found))
+
+
+@pytest.fixture(scope="session")
+def run_for_target() -> Callable[..., str]:
+    """Runs code in a process of its own, whose DSL compiles for a target: its output.
+
+    The DSL latches its target at its first import. What it keeps goes to ``dump`` in
+    the folder, which the code finds by its arguments.
+    """
+
+    def run(folder: Path, target: str, code: str, *arguments: str) -> str:
+        dump = folder / "dump"
+        dump.mkdir()
+        env = os.environ | environment(target, dump)
+        env |= {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+        }
+        env.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=env,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    return run

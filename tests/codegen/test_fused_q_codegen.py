@@ -7,15 +7,11 @@ Counts beside the bounds were seen with nvidia-cutlass-dsl 4.8.0 and the ptxas i
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from vllm_sparse_mla.codegen.disassembly import read_cubin
-from vllm_sparse_mla.codegen.worker import environment
 
 pytestmark = pytest.mark.codegen
 
@@ -57,24 +53,12 @@ for number, (stock, heads, index_heads, interleaved, quantized) in enumerate(key
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled(tmp_path_factory, run_for_target):
     """Per key, with whether it is stock's, the cubin and the threads of a block."""
     folder = tmp_path_factory.mktemp("sm_90a")
-    dump = folder / "dump"
-    dump.mkdir()
-    env = os.environ | environment("sm_90a", dump)
-    env.pop("TRITON_INTERPRET", None)
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     keys = [(False, *key) for key in KEYS] + [(True, *STOCK)]
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(dump), json.dumps(keys)],
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    dump = str(folder / "dump")
+    run_for_target(folder, "sm_90a", COMPILE, dump, json.dumps(keys))
     found = {}
     for number, key in enumerate(keys):
         ptx = (folder / f"{number}.ptx").read_text()

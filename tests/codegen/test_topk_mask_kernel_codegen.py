@@ -6,16 +6,13 @@ Counts beside the bounds were seen with nvidia-cutlass-dsl 4.8.0 and the ptxas i
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 from vllm_sparse_mla.codegen.disassembly import find_tool, read_cubin
-from vllm_sparse_mla.codegen.worker import environment
 
 pytestmark = pytest.mark.codegen
 
@@ -44,24 +41,12 @@ print(json.dumps({"threads": tuning.threads, "blocks_per_sm": tuning.blocks_per_
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
-def target(request, tmp_path_factory):
+def target(request, tmp_path_factory, run_for_target):
     """Target, tuning, and per key what `read_cubin` says and the full opcodes."""
     folder = tmp_path_factory.mktemp(request.param)
-    dump = folder / "dump"
-    dump.mkdir()
-    env = os.environ | environment(request.param, dump)
-    env.pop("TRITON_INTERPRET", None)
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(dump), json.dumps(KEYS)],
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    tuning = json.loads(done.stdout.splitlines()[-1])
+    dump = str(folder / "dump")
+    output = run_for_target(folder, request.param, COMPILE, dump, json.dumps(KEYS))
+    tuning = json.loads(output.splitlines()[-1])
     found = {}
     for number, key in enumerate(KEYS):
         path = folder / f"{number}.cubin"

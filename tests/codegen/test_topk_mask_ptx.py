@@ -6,14 +6,9 @@ What goes wrong without them shows on a GPU alone, and not always there.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-
-from vllm_sparse_mla.codegen.worker import environment
 
 pytestmark = pytest.mark.codegen
 
@@ -52,27 +47,13 @@ print(json.dumps({"triton": compiled.asm["ptx"], "cute": cute.read_text()}))
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
-def ptx(request, tmp_path_factory):
+def ptx(request, tmp_path_factory, run_for_target):
     """PTX of each kernel for one target."""
     folder = tmp_path_factory.mktemp(request.param)
-    dump = folder / "dump"
-    dump.mkdir()
-    env = os.environ | environment(request.param, dump)
-    env.pop("TRITON_INTERPRET", None)
-    env |= {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-    }
     capability = re.search(r"\d+", request.param)[0]
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(dump), capability],
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    dump = str(folder / "dump")
+    output = run_for_target(folder, request.param, COMPILE, dump, capability)
+    return json.loads(output.splitlines()[-1])
 
 
 def test_tritons_kernel_clears_then_waits_then_sets(ptx):
