@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import torch
 from result_tables import PACKAGES, as_text, markdown
 from rich.console import Console
@@ -44,27 +45,34 @@ class Timing:
         """Median over the repetitions."""
         return statistics.median(self.samples)
 
-    @property
-    def spread_us(self) -> tuple[float, float]:
-        """10th and 90th percentile over the repetitions."""
-        ordered = sorted(self.samples)
-        last = len(ordered) - 1
-        return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+    def columns(self) -> dict[str, float]:
+        """The median and the 10th and 90th percentile, as rows have them."""
+        low, high = np.percentile(self.samples, (10, 90))
+        return {"median us": self.median_us, "p10 us": low, "p90 us": high}
+
+
+def plain_parser(doc: str) -> argparse.ArgumentParser:
+    """Parser of a program that is described by its module's docstring."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def argument_parser(
-    doc: str, parse_shape: Callable[[str], object], shapes: Sequence[str]
+    doc: str,
+    parse_shape: Callable[[str], object],
+    shapes: Sequence[str],
+    repeat: int = 20,
 ) -> argparse.ArgumentParser:
-    """Parser with the options that every benchmark has.
+    """Parser with the options of a benchmark that takes samples of shapes.
 
     Args:
-        doc: module docstring; its first line describes the program.
+        doc: module docstring.
         parse_shape: turns one word of ``--shapes`` into a shape, or raises ValueError.
         shapes: default words of ``--shapes``.
+        repeat: default of ``--repeat``.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(doc)
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -75,7 +83,10 @@ def argument_parser(
     parser.add_argument("--csv", type=Path, help="file to write the rows to")
     parser.add_argument("--plot", type=Path, help="PNG file to draw (needs matplotlib)")
     parser.add_argument(
-        "--repeat", type=int, default=20, help="samples of each variant (default: 20)"
+        "--repeat",
+        type=int,
+        default=repeat,
+        help=f"samples of each variant (default: {repeat})",
     )
     return parser
 
@@ -255,14 +266,11 @@ def timing_rows(
     """
     rows = []
     for name, timing in timings.items():
-        low, high = timing.spread_us
         rows.append(
             case
+            | {"variant": name}
+            | timing.columns()
             | {
-                "variant": name,
-                "median us": timing.median_us,
-                "p10 us": low,
-                "p90 us": high,
                 "stock / this": timings["stock"].median_us / timing.median_us,
                 "this / floor": timing.median_us / timings["floor"].median_us,
                 "GB/s": num_bytes / timing.median_us / 1e3,
@@ -284,11 +292,7 @@ def _version(package: str) -> str:
 
 
 @functools.cache
-def origin() -> dict[str, str]:
-    """Where and how the rows came about: GPU, versions, date, command.
-
-    The command names files without their folders, so that it reads the same anywhere.
-    """
+def _machine() -> dict[str, str]:
     gpu, driver = "none", ["none"]
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
@@ -298,12 +302,21 @@ def origin() -> dict[str, str]:
             text=True,
             check=False,
         ).stdout.split()
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    script = f"benchmarks/{Path(sys.argv[0]).name}"
     return {
         "gpu": gpu,
         "driver": driver[0] if driver else "unknown",
         **{package: _version(package) for package in PACKAGES},
+    }
+
+
+def origin() -> dict[str, str]:
+    """Where and how the rows came about: GPU, versions, date, command.
+
+    The command names files without their folders, so that it reads the same anywhere.
+    """
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    return _machine() | {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python3", script, *words]),
     }
@@ -315,11 +328,14 @@ def save_csv(path: Path, rows: Sequence[dict]) -> None:
     as_text([row | origin() for row in rows]).to_csv(path, index=False)
 
 
-def save_plot(path: Path, rows: Sequence[dict]) -> None:
-    """Draw what the rows of this benchmark say; needs matplotlib and seaborn."""
-    from plots import draw
+def save_results(args: argparse.Namespace, rows: Sequence[dict]) -> None:
+    """What ``--csv`` and ``--plot`` ask for; a plot needs matplotlib and seaborn."""
+    if args.csv is not None:
+        save_csv(args.csv, rows)
+    if args.plot is not None:
+        from plots import draw
 
-    draw(path, [row | origin() for row in rows])
+        draw(args.plot, [row | origin() for row in rows])
 
 
 def print_table(title: str, rows: Sequence[dict]) -> None:

@@ -27,10 +27,10 @@ from bench_common import (
     activate_overlay,
     argument_parser,
     require_gpu,
-    save_csv,
-    save_plot,
+    save_results,
     with_progress,
 )
+from mask_cases import scattered_words
 from result_sections import first_calls
 
 from vllm_sparse_mla.testing.stock import load_stock_module
@@ -110,18 +110,6 @@ def make_inputs(length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     return topk.minimum(visible.int() - 1), cu_q_lens
 
 
-def is_correct(topk: torch.Tensor, out: torch.Tensor, length: int) -> bool:
-    """Compare a few rows with booleans that the indices were scattered into."""
-    for row in {0, length // 2, length - 1}:
-        grid = torch.zeros(out.shape[2] * 32, dtype=torch.bool, device=out.device)
-        grid[topk[row].long()] = True
-        weights = 1 << torch.arange(32, device=out.device)
-        words = (grid.view(-1, 32) * weights).sum(-1).int()
-        if not torch.equal(words, out[0, row]):
-            return False
-    return True
-
-
 def timed(call: Callable[[], object]) -> float:
     """Milliseconds of one call, to the end of its work on the device."""
     torch.cuda.synchronize()
@@ -155,7 +143,10 @@ def measure(lengths: list[int], repeat: int, device) -> list[dict]:
                 before = compilations()
                 first = timed(call)
                 compiled = compilations() - before
-                if not is_correct(topk, out, length):
+                some = [0, length // 2, length - 1]
+                if not torch.equal(
+                    out[0, some], scattered_words(topk[some], out.shape[2])
+                ):
                     raise RuntimeError(f"{name} builds a wrong mask for {length} keys")
                 again = statistics.median(timed(call) for _ in range(repeat))
                 if length != WARM_UP_LENGTH:
@@ -185,10 +176,7 @@ def main() -> None:
         rows = measure(args.shapes, args.repeat, device)
     print(f"First mask of each prompt length, {torch.cuda.get_device_name()}\n")
     print(first_calls(rows))
-    if args.csv is not None:
-        save_csv(args.csv, rows)
-    if args.plot is not None:
-        save_plot(args.plot, rows)
+    save_results(args, rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 
     python3 benchmarks/benchmark_masked_prefill.py --csv prefill.csv --plot prefill.png
     python3 benchmarks/benchmark_masked_prefill.py --preset mixes --csv mixes.csv
-    python3 benchmarks/benchmark_masked_prefill.py --from-csv prefill.csv
 
 The prefill attention of a step in one layer, by vLLM's own classes, from queries,
 latents, paged cache and top-k rows to the output of all heads; prefill_step.py says
@@ -18,7 +17,6 @@ do not fit vLLM's workspace has no masked MHA.
 ``--preset mixes`` batches that people serve. ``--context-splits`` times masked MHA
 with so many parts of the cached keys as well, which the layer else decides. For the
 default shapes the length comes last at which both ways take the same time.
-``--from-csv`` prints results again, with no GPU.
 """
 
 import functools
@@ -26,7 +24,6 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from bench_common import (
@@ -37,13 +34,20 @@ from bench_common import (
     on_sm90,
     print_table,
     require_gpu,
-    save_plot,
+    save_results,
     time_interleaved,
 )
 from mask_cases import MASKS, TOPK
 from prefill_batches import fit_cases, mix_cases, parse_batch
-from prefill_step import MODELS, Prefill, Step, backend_classes
-from result_tables import pivot, read_rows
+from prefill_step import (
+    MODELS,
+    NAMES,
+    Prefill,
+    Step,
+    backend_classes,
+    make_step,
+)
+from result_tables import pivot
 from thresholds import MASKED, RATIO, STOCK_MASKED, crossovers
 
 SHAPES = (
@@ -54,8 +58,6 @@ SHAPES = (
     *("q1ks32k", "q2ks32k", "q4ks32k", "q8ks32k"),
 )
 RANKS = (8, 1, 2, 4)  # tensor-parallel sizes whose heads are run by default
-QUICK_SHAPES = ("q4k", "q8k", "q1021s8192")
-QUICK_RANKS = (8, 1)
 PRESETS = {"fit": fit_cases, "mixes": mix_cases}
 KV_CACHE_DTYPES = ("auto", "fp8_ds_mla", "fp8")
 MAX_RELATIVE_DIFFERENCE = 3e-2
@@ -66,8 +68,7 @@ FORMULAS = (
     "selected pairs + 512 x (nope + v dims) x queries) / time; GB/s = (queries, "
     "output, latents, top-k rows once) / time"
 )
-INDEX = ("model", "ranks", "heads", "queries", "context")
-BATCH_INDEX = ("model", "heads", "top-k", "kv cache", "batch")
+INDEX = ("model", "heads", "top-k", "kv cache", "batch")
 
 
 def usable_ways(
@@ -81,7 +82,7 @@ def usable_ways(
     makers = {}
     if prefill.masks_fit():
         makers[MASKED] = prefill.masked_mha
-        if not on_sm90() and prefill.step.kv_cache_dtype == "auto":
+        if not on_sm90() and prefill.step.dims.kv_cache_dtype == "auto":
             makers[STOCK_MASKED] = prefill.stock_masked_mha
         for parts in context_splits:
             makers[f"{MASKED}, {parts} parts"] = functools.partial(
@@ -123,35 +124,34 @@ def measure(
     Raises:
         CheckFailed: see `usable_ways`.
     """
-    prefill = Prefill(step, kind, torch.device("cuda"))
+    prefill, dims = Prefill(step, kind, torch.device("cuda")), step.dims
     ways, differences = usable_ways(prefill, backends, context_splits)
-    calls = 1 if step.queries * step.heads >= LONG_STEP else 4
+    calls = 1 if step.queries * dims.num_heads >= LONG_STEP else 4
     launches = {name: lambda i, way=way: way() for name, way in ways.items()}
     timings = time_interleaved(launches, calls, repeat)
     masked_us = timings[MASKED].median_us if MASKED in timings else math.nan
     properties = torch.cuda.get_device_properties(0)
     rows = []
     for name, timing in timings.items():
-        low, high = timing.spread_us
         is_mha = name.startswith((MASKED, STOCK_MASKED))
         flops = step.mha_flops if is_mha else step.mqa_flops
         rows.append(
             {
-                "model": step.model.name,
-                "dims": f"{step.model.qk}/{step.model.v}",
-                "ranks": step.model.num_heads // step.heads,
-                "heads": step.heads,
-                "top-k": step.topk,
-                "kv cache": step.kv_cache_dtype,
+                "model": NAMES[step.model],
+                "dims": f"{dims.qk_head_dim}/{dims.v_head_dim}",
+                "ranks": MODELS[step.model].num_heads // dims.num_heads,
+                "heads": dims.num_heads,
+                "top-k": dims.index_topk,
+                "kv cache": dims.kv_cache_dtype,
                 "batch": str(step.batch),
                 "queries": step.queries,
                 "context": step.keys - step.queries,
                 "chunks": prefill.num_chunks,
                 "top-k rows": kind,
                 "way": name,
-                "median us": timing.median_us,
-                "p10 us": low,
-                "p90 us": high,
+            }
+            | timing.columns()
+            | {
                 RATIO: timing.median_us / masked_us,
                 "TFLOP/s": flops / timing.median_us / 1e6,
                 "GB/s": step.num_bytes / timing.median_us / 1e3,
@@ -168,7 +168,7 @@ def measure(
 
 def cell(row: dict) -> str:
     """Milliseconds, and how many times masked MHA's."""
-    text, ratio = f"{float(row['median us']) / 1e3:.3f}", float(row[RATIO])
+    text, ratio = f"{row['median us'] / 1e3:.3f}", row[RATIO]
     return (
         text if row["way"] == MASKED or math.isnan(ratio) else f"{text} ({ratio:.2f} x)"
     )
@@ -176,16 +176,14 @@ def cell(row: dict) -> str:
 
 def report(rows: Sequence[dict], args) -> None:
     """Everything that follows from the rows."""
-    index = BATCH_INDEX if "batch" in rows[0] else INDEX
     print_table(
         f"Prefill attention of one layer, ms (and times {MASKED}'s)\n{FORMULAS}",
-        pivot(rows, index, "way", cell),
+        pivot(rows, INDEX, "way", cell),
     )
     same = crossovers(rows)
     if same:
         print_table("Pure prefills take the same time at", same)
-    if args.plot is not None:
-        save_plot(args.plot, rows)
+    save_results(args, rows)
 
 
 def make_steps(args) -> list[Step]:
@@ -200,7 +198,7 @@ def make_steps(args) -> list[Step]:
             heads = args.heads or [model.num_heads // ranks for ranks in RANKS]
             cases = itertools.product(heads, args.topk, args.shapes)
         steps += [
-            Step(model, heads, batch, topk, args.kv_cache_dtype)
+            make_step(name, heads, batch, topk, args.kv_cache_dtype)
             for heads, topk, batch in cases
             if heads <= model.num_heads and max(batch.seq_lens) >= topk
         ]
@@ -226,8 +224,7 @@ def run(args) -> tuple[list[dict], int]:
 
 def main() -> None:
     """Command line."""
-    parser = argument_parser(__doc__, parse_batch, SHAPES)
-    parser.set_defaults(repeat=11)
+    parser = argument_parser(__doc__, parse_batch, SHAPES, repeat=11)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--heads", nargs="+", type=int, help="of a rank (default: of TP 8, 1, 2 and 4)"
@@ -236,20 +233,9 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--topk-rows", choices=MASKS[1:], default="uniform")
     parser.add_argument("--preset", choices=PRESETS, help="in place of shapes")
-    parser.add_argument(
-        "--quick", action="store_true", help="few shapes of DeepSeek, 1 and 8 ranks"
-    )
     parser.add_argument("--context-splits", nargs="+", type=int, default=[])
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
-    parser.add_argument("--from-csv", nargs="+", type=Path, help="report these rows")
     args = parser.parse_args()
-    if args.from_csv:
-        report(read_rows(args.from_csv), args)
-        return
-    if args.quick:
-        args.shapes = [parse_batch(text) for text in QUICK_SHAPES]
-        args.models = ["deepseek"]
-        args.heads = [MODELS["deepseek"].num_heads // ranks for ranks in QUICK_RANKS]
     require_gpu()
     rows, failed = run(args)
     if rows:

@@ -26,16 +26,15 @@ from bench_common import (
     num_buffers,
     print_table,
     require_gpu,
-    save_csv,
-    save_plot,
+    save_results,
     time_interleaved,
     timing_rows,
     with_progress,
 )
+from prefill_step import MODELS
 
-from vllm_sparse_mla.testing.layer import DEEPSEEK, GLM, Dims
+from vllm_sparse_mla.testing.layer import Dims
 
-MODELS = {"deepseek": DEEPSEEK, "glm": GLM}
 TOKENS, HEADS = (4096, 8192, 16384), (16, 128)
 DEFAULT_SHAPES = [f"{tokens}x{heads}" for heads in HEADS for tokens in TOKENS]
 DTYPE = torch.bfloat16
@@ -183,10 +182,7 @@ def main() -> None:
         f"Laying out Q and K, {torch.cuda.get_device_name()}",
         [{name: row[name] for name in shown} for row in rows],
     )
-    if args.csv is not None:
-        save_csv(args.csv, rows)
-    if args.plot is not None:
-        save_plot(args.plot, rows)
+    save_results(args, rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench_common import argument_parser, save_csv, save_plot, with_progress
+from bench_common import argument_parser, save_results, with_progress
 from kernel_groups import GROUPS, OTHER, group_of, short_name
 from result_sections import ALL_KERNELS, FIRST_TOKEN, profile_groups, profile_totals
 from serving.answers import compare_answers
@@ -110,8 +110,7 @@ def _row(group: str, kernel: str, launches: int, times: list[float]) -> dict:
 
 def main() -> None:
     """Command line."""
-    parser = argument_parser(__doc__, prompt_length, ["4096", "8192", "16384"])
-    parser.set_defaults(repeat=5)
+    parser = argument_parser(__doc__, prompt_length, ["4096", "8192", "16384"], 5)
     parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-128h")
     parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
     parser.add_argument(
@@ -144,10 +143,7 @@ def main() -> None:
         rows += [setting | row for row in found]
     print(f"Milliseconds of a request\n\n{profile_totals(rows)}\n")
     print(f"By group of kernels\n\n{profile_groups(rows)}")
-    if args.csv is not None:
-        save_csv(args.csv, rows)
-    if args.plot is not None:
-        save_plot(args.plot, rows)
+    save_results(args, rows)
 
 
 if __name__ == "__main__":

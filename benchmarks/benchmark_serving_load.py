@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from bench_common import print_table, progress_bar, save_csv
+from bench_common import plain_parser, print_table, progress_bar, save_csv
 from serving.client import Completion, make_prompt, open_session, stream
 from serving.probe import GPU_MEMORY_PERIOD_S, read_gpu_memory
 from serving.scenario import MAX_MODEL_LEN, MODEL
@@ -167,7 +167,7 @@ def _measure(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = plain_parser(__doc__)
     parser.add_argument("--model", choices=sorted(SPECS), default=MODEL)
     parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
     parser.add_argument("--clients", type=int, default=64)

@@ -24,7 +24,6 @@ four layers and without the all-reduces. Needs an SM90 GPU and the package insta
 beside vLLM. Ends with 1 if a request failed or was cold.
 """
 
-import argparse
 import asyncio
 import itertools
 import math
@@ -35,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from bench_common import save_csv, with_progress
+from bench_common import plain_parser, save_csv, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
 from serving.probe import read_gpu_memory, read_records
@@ -279,9 +278,7 @@ def make_rows(found: dict[tuple[int, str], list[Round]]) -> list[dict]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-16h")
     parser.add_argument(
         "--ranks", type=int, default=8, help="tensor-parallel ranks to stand for"

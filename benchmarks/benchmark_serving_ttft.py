@@ -30,8 +30,7 @@ import statistics
 from bench_common import (
     argument_parser,
     print_table,
-    save_csv,
-    save_plot,
+    save_results,
     with_progress,
 )
 from serving.answers import compare_answers
@@ -99,8 +98,7 @@ async def measure(
 def main() -> None:
     """Command line."""
     shapes = [f"{n}x{count}" for count in (1, 8) for n in (2048, 4096, 8192, 16384)]
-    parser = argument_parser(__doc__, parse_shape, shapes)
-    parser.set_defaults(repeat=5)
+    parser = argument_parser(__doc__, parse_shape, shapes, repeat=5)
     parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-128h")
     parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
     parser.add_argument(
@@ -137,10 +135,7 @@ def main() -> None:
     }
     rows = [setting | {"all lengths": args.all_lengths} | row for row in rows]
     print_table("Time to first token, milliseconds at the HTTP client", rows)
-    if args.csv is not None:
-        save_csv(args.csv, rows)
-    if args.plot is not None:
-        save_plot(args.plot, rows)
+    save_results(args, rows)
 
 
 if __name__ == "__main__":

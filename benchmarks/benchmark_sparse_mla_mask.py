@@ -17,15 +17,10 @@ kernel for a mask of all keys, else within 1 % of ``one key`` without ``causal``
 
 On SM100 the patch set also edits FA4's causal kernel, which serves every callback:
 ``--stock`` times the kernels and callbacks of stock vLLM, in a run of their own.
-
-Without a GPU nothing is timed: the table then shows what the kernels of these shapes
-compile to, SASS instructions, those of the softmax loop, which runs for each block of
-keys, and the mask's global loads as count x bits.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from bench_common import (
@@ -35,15 +30,12 @@ from bench_common import (
     measure_all,
     num_buffers,
     on_sm90,
-    print_table,
-    progress_bar,
-    save_csv,
-    save_plot,
+    require_gpu,
+    save_results,
     time_interleaved,
 )
 from mask_cases import Case, Inputs, parse_case
 from result_sections import mask_details, mask_times
-from result_tables import pivot
 
 from vllm_sparse_mla.overlay import active_finder
 from vllm_sparse_mla.testing.stock import load_stock_module
@@ -56,11 +48,6 @@ UPSTREAM_SHAPES = (
     "1x256x2048/8/ones",
     "1x1024x8192/8/ones",
     "1x4096x32768/8/ones",
-)
-QUICK_SHAPES = (
-    *UPSTREAM_SHAPES,
-    "1x4096x4096/16/ones/causal",
-    "1x8192x8192/16/ones/causal",
 )
 SHAPES = (
     *UPSTREAM_SHAPES,
@@ -183,16 +170,15 @@ def measure(case: Case, repeat: int) -> list[dict]:
     timings = time_interleaved(launches, len(inputs.q), repeat)
     rows = []
     for name, timing in timings.items():
-        low, high = timing.spread_us
         rows.append(
             {
                 "shape": str(case),
                 "dims": "/".join(map(str, case.dims)),
                 "density": round(inputs.density, 4),
                 "variant": name if OURS in found else f"{name}, {STOCK_VLLM}",
-                "median us": timing.median_us,
-                "p10 us": low,
-                "p90 us": high,
+            }
+            | timing.columns()
+            | {
                 "this / unmasked": timing.median_us / timings[UNMASKED].median_us,
                 "TFLOP/s": case.flops / timing.median_us / 1e6,
                 "GB/s": inputs.num_bytes / timing.median_us / 1e3,
@@ -204,59 +190,16 @@ def measure(case: Case, repeat: int) -> list[dict]:
     return rows
 
 
-def compiled_evidence(cases: Sequence[Case], arch: str) -> list[dict]:
-    """What the kernels of these cases compile to; needs no GPU."""
-    from vllm_sparse_mla.codegen import Variant, compile_variants
-    from vllm_sparse_mla.codegen.table import widths_text
-
-    kernels = {case.kernel: case for case in cases}
-    wanted: dict[tuple[str, str], Variant] = {}
-    for kernel, case in kernels.items():
-        kind = "offset" if case.offset else "dense"
-        if arch.startswith("sm_90"):
-            plain = not (case.causal or case.offset)
-            names = {ONE_KEY: "word32_scalar"} if plain else {}
-        else:
-            names = {} if case.offset else {ONE_WORD: "word32"}
-            names |= {STOCK: f"stock_{kind}"}
-        for name, callback in ({UNMASKED: "none"} | names | {OURS: kind}).items():
-            wanted[kernel, name] = Variant(
-                *case.dims, causal=case.causal, callback=callback
-            )
-        if case.causal and not arch.startswith("sm_90"):
-            stock = replace(wanted[kernel, STOCK], stock_kernel=True)
-            wanted[kernel, f"{STOCK}, {STOCK_VLLM}"] = stock
-    with progress_bar() as bar:
-        task = bar.add_task(f"compiling for {arch}", total=len(wanted))
-
-        def advance(record) -> None:
-            bar.advance(task)
-            bar.refresh()
-
-        records = compile_variants(list(wanted.values()), arch, progress=advance)
-    return [
-        {
-            "kernel": kernel,
-            "target": record.target,
-            "variant": name,
-            "instructions": record.instructions,
-            "over unmasked": record.added_instructions,
-            "softmax loop": record.loop_instructions,
-            "mask loads": widths_text(record.mask_loads),
-            "local bytes": record.local_bytes,
-        }
-        for (kernel, name), record in zip(wanted, records)
-    ]
-
-
-def evidence_cell(row: dict) -> str:
-    """Instructions, those of the softmax loop, and the mask's loads."""
-    loads = "" if row["variant"] == UNMASKED else f"; {row['mask loads']}"
-    return f"{row['instructions']} (loop {row['softmax loop']}{loads})"
-
-
-def run_on_gpu(args) -> int:
-    """Check and time every case; the CSV grows with each. Returns failed cases."""
+def main() -> None:
+    """Command line."""
+    parser = argument_parser(__doc__, parse_case, SHAPES)
+    parser.add_argument(
+        "--stock",
+        action="store_true",
+        help="without the patch set: FA4's kernels and callbacks as vLLM has them",
+    )
+    args = parser.parse_args()
+    require_gpu()
     if not args.stock:
         activate_overlay(hopper=True)
     rows, failed = measure_all(
@@ -268,48 +211,8 @@ def run_on_gpu(args) -> int:
         print(mask_times(rows))
         if not args.stock:
             print(f"\n{FORMULAS}\n\n{mask_details(rows)}")
-        if args.plot is not None:
-            save_plot(args.plot, rows)
-    return failed
-
-
-def run_without_gpu(args) -> None:
-    """Print the compiled evidence."""
-    rows = []
-    for arch in args.arch:
-        rows += compiled_evidence(args.shapes, arch)
-    print_table(
-        "Nothing was timed: torch sees no GPU.\nWhat the kernels compile to: SASS "
-        "instructions (of the softmax loop; the mask's loads, count x bits)",
-        pivot(rows, ("kernel", "target"), "variant", evidence_cell),
-    )
-    if args.csv is not None:
-        save_csv(args.csv, rows)
-
-
-def main() -> None:
-    """Command line."""
-    parser = argument_parser(__doc__, parse_case, SHAPES)
-    parser.add_argument(
-        "--quick", action="store_true", help="upstream's shapes and two causal ones"
-    )
-    parser.add_argument(
-        "--stock",
-        action="store_true",
-        help="without the patch set: FA4's kernels and callbacks as vLLM has them",
-    )
-    parser.add_argument(
-        "--arch",
-        nargs="+",
-        default=["sm_100a", "sm_90a"],
-        help="targets to compile for where there is no GPU",
-    )
-    args = parser.parse_args()
-    if args.quick:
-        args.shapes = [parse_case(text) for text in QUICK_SHAPES]
-    if not torch.cuda.is_available():
-        run_without_gpu(args)
-    elif run_on_gpu(args):
+        save_results(args, rows)
+    if failed:
         sys.exit("some cases were not timed, because their outputs do not agree")
 
 

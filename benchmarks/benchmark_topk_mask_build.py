@@ -13,7 +13,6 @@ second half (``half-empty``). Every mask is compared with a dense boolean grid b
 anything is timed.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,12 +25,12 @@ from bench_common import (
     num_buffers,
     print_table,
     require_gpu,
-    save_csv,
-    save_plot,
+    save_results,
     time_interleaved,
     timing_rows,
     with_progress,
 )
+from mask_cases import SHARES, cumulative, scattered_words, split_tokens
 
 from vllm_sparse_mla.testing.stock import load_stock_module
 
@@ -46,9 +45,6 @@ DEFAULT_SHAPES = (
     "8x4096x8192",
     "8x8192x32768",
 )
-# Shares of 8 requests; the longest, a quarter, keeps whole tiles of 256 rows, as stock
-# places rows right only then.
-SHARES = (8, 5, 4, 4, 3, 3, 3, 2)
 POISON = 0x5A5A5A5A
 CHECK_ROWS = 256
 
@@ -67,9 +63,7 @@ class Shape:
     @property
     def q_lens(self) -> list[int]:
         """Query lengths of the requests."""
-        if self.requests == 1:
-            return [self.queries]
-        return [self.queries * share // sum(SHARES) for share in SHARES]
+        return split_tokens(self.queries, self.requests)
 
 
 def parse_shape(text: str) -> Shape:
@@ -132,9 +126,7 @@ def make_case(shape: Shape, kind: str, topk: int, mask_shape: Callable, device) 
             torch.full(out_shape, POISON, dtype=torch.int32, device=device)
             for _ in range(buffers)
         ],
-        cu_q_lens=torch.tensor(
-            [0, *itertools.accumulate(q_lens)], dtype=torch.int32, device=device
-        ),
+        cu_q_lens=cumulative(q_lens, device),
         # Every key may come before the queries: none is dropped.
         context_lens=torch.full(
             (shape.requests,), shape.keys, dtype=torch.int32, device=device
@@ -146,24 +138,18 @@ def make_case(shape: Shape, kind: str, topk: int, mask_shape: Callable, device) 
 
 def is_correct(case: Case, out: torch.Tensor) -> bool:
     """Compare a mask with booleans that the indices were scattered into."""
-    num_words = out.shape[2]
-    weights = 1 << torch.arange(32, device=out.device)
     for request, rows in enumerate(case.per_request[0]):
         for first in range(0, case.max_q_len, CHECK_ROWS):
             words = out[request, first : min(first + CHECK_ROWS, case.max_q_len)]
-            grid = torch.zeros(
-                (len(words), num_words * 32 + 1), dtype=torch.bool, device=out.device
-            )
-            index = rows[first : first + CHECK_ROWS].long()
-            index = torch.where(index < 0, num_words * 32, index)
-            grid[: len(index)].scatter_(1, index, True)
-            bits = grid[:, :-1].view(len(words), num_words, 32)
-            if not torch.equal((bits * weights).sum(-1).int(), words):
+            named = scattered_words(rows[first : first + CHECK_ROWS], out.shape[2])
+            expected = torch.zeros_like(words)
+            expected[: len(named)] = named
+            if not torch.equal(expected, words):
                 return False
     return True
 
 
-def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], object]]:
+def make_variants(case: Case) -> dict[str, Callable[[int], object]]:
     """Functions that build the mask in buffer `i`, by name."""
     from vllm.model_executor.kernels.attention.dsa import topk_mask as ours
 
@@ -188,42 +174,14 @@ def make_variants(case: Case, tunings: list[str]) -> dict[str, Callable[[int], o
             context_lens=case.context_lens,
         )
 
-    variants = {"stock": stock, "triton": triton, "cutedsl": front}
-    for text in tunings:
-        variants[f"cutedsl {text}"] = functools.partial(
-            launch_tuned, tuned_kernel(text), case
-        )
-    return variants
-
-
-def launch_tuned(kernel, case: Case, i: int) -> object:
-    """Build the mask in buffer `i` with a kernel of `tuned_kernel`."""
-    return kernel(
-        case.topk[i],
-        case.cu_q_lens,
-        case.max_q_len,
-        case.shape.keys,
-        case.outs[i],
-        case.context_lens,
-    )
-
-
-@functools.cache
-def tuned_kernel(text: str):
-    """The CuTe DSL kernel with another tuning, compiled once."""
-    from vllm.model_executor.kernels.attention.dsa import topk_mask_cutedsl as cutedsl
-
-    threads, vectors, blocks = map(int, text.split("x"))
-    return cutedsl.TopkMaskKernel(
-        cutedsl.TopkMaskTuning(threads=threads, vectors=vectors, blocks_per_sm=blocks)
-    )
+    return {"stock": stock, "triton": triton, "cutedsl": front}
 
 
 def measure(shape: Shape, kind: str, args, device) -> list[dict]:
     """Check, then time every variant of one case."""
     mask_shape = load_stock_module(MODULE)._topk_mask_shape
     case = make_case(shape, kind, args.topk, mask_shape, device)
-    variants = make_variants(case, args.tunings)
+    variants = make_variants(case)
     correct = {}
     for name, launch in variants.items():
         case.outs[0].fill_(POISON)
@@ -244,13 +202,6 @@ def main() -> None:
     parser = argument_parser(__doc__, parse_shape, DEFAULT_SHAPES)
     parser.add_argument("--rows", nargs="+", choices=ROW_KINDS, default=ROW_KINDS)
     parser.add_argument("--topk", type=int, default=2048)
-    parser.add_argument(
-        "--tunings",
-        nargs="+",
-        default=[],
-        metavar="THREADSxVECTORSxBLOCKS",
-        help="further shapes of the CuTe DSL kernel to try, such as 256x2x8",
-    )
     args = parser.parse_args()
     device = require_gpu()
     activate_overlay()
@@ -265,10 +216,7 @@ def main() -> None:
         f"Building the top-k mask, {torch.cuda.get_device_name()}",
         [{name: row[name] for name in shown} for row in rows],
     )
-    if args.csv is not None:
-        save_csv(args.csv, rows)
-    if args.plot is not None:
-        save_plot(args.plot, rows)
+    save_results(args, rows)
 
 
 if __name__ == "__main__":

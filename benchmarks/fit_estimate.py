@@ -12,7 +12,6 @@ the estimate, of the table that it took the place of, of masked MHA always and o
 MQA always.
 """
 
-import argparse
 import json
 import statistics
 import zlib
@@ -251,11 +250,9 @@ def regrets(costs: dict, table: Table, steps: Sequence[Measured]) -> list[dict]:
 
 def main() -> None:
     """Command line."""
-    from bench_common import print_table
+    from bench_common import plain_parser, print_table
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="CSV files to fit to")
     parser.add_argument("--json", type=Path, help="file for the coefficients")
     args = parser.parse_args()

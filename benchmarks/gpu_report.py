@@ -11,7 +11,6 @@ are run nevertheless; steps that were left out keep the files that they have. Th
 of ``prefill-fit`` also give coefficients of the estimate for this GPU, as JSON.
 """
 
-import argparse
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
-from bench_common import on_sm90, require_gpu, save_csv
+from bench_common import on_sm90, plain_parser, require_gpu, save_csv
 from result_tables import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,7 +131,7 @@ def begin_page(folder: Path, tag: str) -> Path:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = plain_parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=[*steps(sm90=False)], metavar="STEP"
     )

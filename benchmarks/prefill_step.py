@@ -17,7 +17,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -26,41 +26,24 @@ from mask_cases import TOPK, topk_rows, visible_keys
 from prefill_batches import Batch
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_sparse_mla.testing.layer import Dims, make_layer
+from vllm_sparse_mla.testing.kv_cache import row_bytes
+from vllm_sparse_mla.testing.layer import DEEPSEEK, GLM, Dims, make_layer
 from vllm_sparse_mla.testing.stock import load_stock_module
 from vllm_sparse_mla.testing.world import plan_step
 
 LAYER_MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
-LATENT = 512
+LATENT = DEEPSEEK.kv_lora_rank  # and GLM's
 BLOCK_SIZE = 64
 MASK_WORKSPACE_WORDS = 128 * 2**20 // 4  # as vLLM's metadata builder has
 CONTEXT_WORKSPACE_ROWS = 64 * 1024  # likewise, its upper bound
 MAX_MODEL_LEN = 163840  # DeepSeek-V3.2's
-FP8_DS_MLA_BYTES = 656  # of one token
 FP8_DS_MLA_GROUP = 128  # latents that share a scale
 
 
-@dataclass(frozen=True)
-class Model:
-    """Dimensions of one MLA model; `num_heads` over all tensor-parallel ranks."""
-
-    name: str
-    num_heads: int
-    nope: int
-    rope: int
-    v: int
-
-    @property
-    def qk(self) -> int:
-        """Head dimension of Q and K."""
-        return self.nope + self.rope
-
-
-MODELS = {
-    "deepseek": Model("DeepSeek-V3.2", 128, 128, 64, 128),
-    "glm": Model("GLM-5.x", 64, 192, 64, 256),
-}
+# Whole models, and what pages call them.
+MODELS = {"deepseek": DEEPSEEK, "glm": GLM}
+NAMES = {"deepseek": "DeepSeek-V3.2", "glm": "GLM-5.x"}
 
 
 @dataclass(frozen=True)
@@ -68,23 +51,19 @@ class Step:
     """One rank's share of the prefills of a step.
 
     Attributes:
-        model: whose dimensions.
-        heads: of the rank.
+        model: a key of `MODELS`.
+        dims: of its layer on the rank.
         batch: the requests.
-        topk: keys that the indexer keeps for a query.
-        kv_cache_dtype: as vLLM spells it.
     """
 
-    model: Model
-    heads: int
+    model: str
+    dims: Dims
     batch: Batch
-    topk: int = TOPK
-    kv_cache_dtype: str = "auto"
 
     def __str__(self) -> str:
         return (
-            f"{self.model.name}, {self.heads} heads, top-k {self.topk}, "
-            f"{self.kv_cache_dtype}: {self.batch}"
+            f"{NAMES[self.model]}, {self.dims.num_heads} heads, top-k "
+            f"{self.dims.index_topk}, {self.dims.kv_cache_dtype}: {self.batch}"
         )
 
     @property
@@ -98,28 +77,37 @@ class Step:
         return sum(self.batch.seq_lens)
 
     @property
-    def _wide(self) -> int:
-        return self.model.nope + self.model.v
-
-    @property
     def mha_flops(self) -> int:
         """Of masked MHA: both products over all causal pairs, and the projection."""
+        d = self.dims
         pairs = sum(q * c + q * (q + 1) // 2 for q, c in self.batch.requests)
-        attention = (self.model.qk + self.model.v) * pairs
-        return 2 * self.heads * (attention + LATENT * self._wide * self.keys)
+        attention = (d.qk_head_dim + d.v_head_dim) * pairs
+        return 2 * d.num_heads * (attention + LATENT * d.kv_b_dim * self.keys)
 
     @property
     def mqa_flops(self) -> int:
         """Of sparse MQA: both products over the top-k, absorb and value-up."""
-        pairs = selected_pairs(self.batch.requests, self.topk)
-        attention = (2 * LATENT + self.model.rope) * pairs
-        return 2 * self.heads * (attention + LATENT * self._wide * self.queries)
+        d = self.dims
+        pairs = selected_pairs(self.batch.requests, d.index_topk)
+        attention = (LATENT + d.latent_dim) * pairs
+        return 2 * d.num_heads * (attention + LATENT * d.kv_b_dim * self.queries)
 
     @property
     def num_bytes(self) -> int:
         """Queries, output, latents of the sequences and top-k rows, once each."""
-        per_query = 2 * self.heads * (self.model.qk + self.model.v) + 4 * self.topk
-        return self.queries * per_query + self.keys * 2 * (LATENT + self.model.rope)
+        d = self.dims
+        per_query = 2 * d.num_heads * (d.qk_head_dim + d.v_head_dim) + 4 * d.index_topk
+        return self.queries * per_query + self.keys * 2 * d.latent_dim
+
+
+def make_step(
+    model: str, heads: int, batch: Batch, topk: int = TOPK, kv_cache_dtype: str = "auto"
+) -> Step:
+    """A step of a rank that has so many heads."""
+    dims = replace(
+        MODELS[model], num_heads=heads, index_topk=topk, kv_cache_dtype=kv_cache_dtype
+    )
+    return Step(model, dims, batch)
 
 
 @functools.cache
@@ -215,24 +203,22 @@ class Prefill:
             device: where.
         """
         self.step, self.device = step, device
-        model, heads = step.model, step.heads
-        self.topk = _topk(step.batch, step.topk, kind, device)
+        dims, heads = step.dims, step.dims.num_heads
+        self.topk = _topk(step.batch, dims.index_topk, kind, device)
         torch.manual_seed(0)
-        self.q = self._randn(step.queries, heads, model.qk)
-        wide = model.nope + model.v
-        self.weight = self._randn(heads * wide, LATENT).mul_(LATENT**-0.5)
+        self.q = self._randn(step.queries, heads, dims.qk_head_dim)
+        self.weight = self._randn(heads * dims.kv_b_dim, LATENT).mul_(LATENT**-0.5)
         # What sparse MQA needs of it: views, as vLLM's layer has them.
-        per_head = self.weight.t().view(LATENT, heads, wide)
-        w_uk, w_uv = per_head.split([model.nope, model.v], dim=-1)
+        per_head = self.weight.t().view(LATENT, heads, dims.kv_b_dim)
+        w_uk, w_uv = per_head.split([dims.qk_nope_head_dim, dims.v_head_dim], dim=-1)
         self.w_uk_t, self.w_uv = w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
-        self.latent_dim = LATENT + model.rope
         self.k_scale = torch.ones(1, device=device)
         self._fill_cache()
         self.output = torch.empty(
-            step.queries, heads * model.v, dtype=torch.bfloat16, device=device
+            step.queries, heads * dims.v_head_dim, dtype=torch.bfloat16, device=device
         )
         self.context_workspace = self.q.new_empty(
-            CONTEXT_WORKSPACE_ROWS, self.latent_dim
+            CONTEXT_WORKSPACE_ROWS, dims.latent_dim
         )
         self.mask_workspace = torch.zeros(
             MASK_WORKSPACE_WORDS, dtype=torch.int32, device=device
@@ -247,7 +233,8 @@ class Prefill:
         from vllm import _custom_ops
 
         step, device = self.step, self.device
-        latents = self._randn(step.keys, self.latent_dim)
+        latent_dim, dtype = step.dims.latent_dim, step.dims.kv_cache_dtype
+        latents = self._randn(step.keys, latent_dim)
         pages = [-(-tokens // BLOCK_SIZE) for tokens in step.batch.seq_lens]
         order = torch.randperm(sum(pages), dtype=torch.int32, device=device)
         self.block_table = pad_sequence(order.split(pages), batch_first=True)
@@ -258,25 +245,22 @@ class Prefill:
             slots.append(page * BLOCK_SIZE + position % BLOCK_SIZE)
             new.append(position >= context)
         slots = torch.cat(slots)
-        if step.kv_cache_dtype == "auto":
-            self.cache = self._randn(sum(pages), BLOCK_SIZE, self.latent_dim)
-            self.cache.view(-1, self.latent_dim)[slots] = latents
+        if dtype == "auto":
+            self.cache = self._randn(sum(pages), BLOCK_SIZE, latent_dim)
+            self.cache.view(-1, latent_dim)[slots] = latents
         else:
             latents = _exact_in_fp8(latents)
-            packed = step.kv_cache_dtype == "fp8_ds_mla"
-            row_bytes = FP8_DS_MLA_BYTES if packed else self.latent_dim
-            self.cache = torch.zeros(
-                sum(pages), BLOCK_SIZE, row_bytes, dtype=torch.uint8, device=device
-            )
+            shape = (sum(pages), BLOCK_SIZE, row_bytes(dtype, latent_dim))
+            self.cache = torch.zeros(shape, dtype=torch.uint8, device=device)
             _custom_ops.concat_and_cache_mla(
                 latents[:, :LATENT],
                 latents[:, LATENT:],
                 self.cache,
                 slots,
-                step.kv_cache_dtype,
+                dtype,
                 self.k_scale,
             )
-            if not packed:
+            if dtype != "fp8_ds_mla":
                 self.cache = self.cache.view(torch.float8_e4m3fn)
         self.latents = latents[torch.cat(new)]
 
@@ -288,7 +272,7 @@ class Prefill:
             batch.context_lens,
             self.block_table,
             block_size=BLOCK_SIZE,
-            topk=self.step.topk,
+            topk=self.step.dims.index_topk,
             context_workspace=self.context_workspace,
             mask_workspace=self.mask_workspace,
             cls=cls,
@@ -313,7 +297,7 @@ class Prefill:
             block_table_tensor=self.block_table,
             seq_lens=lens.to(self.device),
         )
-        mixed = self.step.heads < flashmla_sparse.MIN_HEADS_FOR_BF16_PREFILL
+        mixed = self.step.dims.num_heads < flashmla_sparse.MIN_HEADS_FOR_BF16_PREFILL
         metadata.fp8_use_mixed_batch = mixed
         metadata.fp8_extra_metadata = (
             builder._build_fp8_mixed_decode_prefill(own)
@@ -323,19 +307,11 @@ class Prefill:
 
     def _impl(self, cls: type):
         """A layer of a class, as vLLM makes it on one rank."""
-        step, model = self.step, self.step.model
         config = _vllm_config(self.device.type)
-        config.scheduler_config.max_num_batched_tokens = step.queries
-        dims = Dims(
-            num_heads=step.heads,
-            kv_lora_rank=LATENT,
-            qk_nope_head_dim=model.nope,
-            qk_rope_head_dim=model.rope,
-            v_head_dim=model.v,
-            index_topk=step.topk,
-            kv_cache_dtype=step.kv_cache_dtype,
+        config.scheduler_config.max_num_batched_tokens = self.step.queries
+        return make_layer(
+            cls, self.step.dims, self.weight, config, topk_indices_buffer=self.topk
         )
-        return make_layer(cls, dims, self.weight, config, topk_indices_buffer=self.topk)
 
     @property
     def num_chunks(self) -> int:
@@ -401,20 +377,22 @@ class Prefill:
         impl = self._impl(backend.get_impl_cls())
         builder = backend.get_builder_cls()
         metadata = self._metadata(builder.metadata_cls)
-        if self.step.kv_cache_dtype == "fp8_ds_mla":
+        if self.step.dims.kv_cache_dtype == "fp8_ds_mla":
             self._add_fp8_metadata(metadata, builder)
-        step, model = self.step, self.step.model
+        dims, queries = self.step.dims, self.step.queries
+        heads = dims.num_heads
+        parts = (dims.qk_nope_head_dim, dims.qk_rope_head_dim)
         scales = SimpleNamespace(_q_scale_float=1.0, _k_scale_float=1.0)
-        by_head = self.output.view(-1, step.heads, model.v).transpose(0, 1)
+        by_head = self.output.view(-1, heads, dims.v_head_dim).transpose(0, 1)
 
         def attend() -> torch.Tensor:
-            q_nope, q_pe = self.q.split([model.nope, model.rope], dim=-1)
-            absorbed = self.q.new_empty(step.queries, step.heads, LATENT)
+            q_nope, q_pe = self.q.split(parts, dim=-1)
+            absorbed = self.q.new_empty(queries, heads, LATENT)
             torch.bmm(q_nope.transpose(0, 1), self.w_uk_t, out=absorbed.transpose(0, 1))
             latent_out, _ = impl.forward_mqa(
                 (absorbed, q_pe), self.cache, metadata, scales
             )
-            latent_out = latent_out.view(-1, step.heads, LATENT).transpose(0, 1)
+            latent_out = latent_out.view(-1, heads, LATENT).transpose(0, 1)
             torch.bmm(latent_out, self.w_uv, out=by_head)
             return self.output
 

@@ -97,12 +97,6 @@ def test_a_plot_says_what_gpu_and_what_benchmark(page, tmp_path):
     assert ">4.5<" in text
 
 
-def test_every_benchmark_with_a_plot_option_has_a_plot():
-    scripts = (ROOT / "benchmarks").glob("benchmark_*.py")
-    found = {path.stem for path in scripts if "save_plot(" in path.read_text()}
-    assert found == set(plots.PLOTS)
-
-
 def test_a_table_keeps_the_order_of_the_rows():
     rows = [
         {"name": name, "variant": variant, "value": f"{name}{variant}"}

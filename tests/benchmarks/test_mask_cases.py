@@ -4,7 +4,15 @@
 
 import pytest
 import torch
-from mask_cases import KEY_START, MASKS, TOPK, Inputs, parse_case, topk_rows
+from mask_cases import (
+    KEY_START,
+    MASKS,
+    TOPK,
+    Inputs,
+    parse_case,
+    scattered_words,
+    topk_rows,
+)
 
 from vllm_sparse_mla.testing.reference import unpack_topk_mask
 
@@ -21,6 +29,11 @@ def test_rows_hold_distinct_keys_in_sight(kind):
         assert keys.max() < visible
         if kind == "recent" and visible > TOPK:
             assert torch.isin(torch.arange(visible - 512, visible), keys).all()
+
+
+def test_rows_become_the_words_of_a_mask():
+    rows = torch.tensor([[31, 0, -1], [-1, 64, 64]])
+    assert scattered_words(rows, 3).tolist() == [[1 - 2**31, 0, 0], [0, 0, 1]]
 
 
 @pytest.mark.parametrize(

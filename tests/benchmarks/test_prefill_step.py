@@ -8,7 +8,7 @@ Everything is vLLM's but the kernels, which plain torch stands in for.
 import pytest
 import torch
 from prefill_batches import parse_batch
-from prefill_step import LATENT, MODELS, Prefill, Step, _exact_in_fp8, backend_classes
+from prefill_step import LATENT, Prefill, _exact_in_fp8, backend_classes, make_step
 
 from vllm import _custom_ops
 from vllm.platforms.interface import DeviceCapability
@@ -70,7 +70,7 @@ def backends(monkeypatch):
     ],
 )
 def test_all_ways_agree(backends, model, text, topk):
-    step = Step(MODELS[model], 1, parse_batch(text), topk)
+    step = make_step(model, 1, parse_batch(text), topk)
     prefill = Prefill(step, "uniform", torch.device("cpu"))
     assert prefill.masks_fit() and prefill.num_chunks == 1
     calls = []
@@ -106,7 +106,7 @@ def test_quantized_caches_hold_the_latents_exactly():
 @pytest.mark.parametrize("text", ["q1", "q3000", "q70s2170,q600s700", "2q100s2100"])
 def test_operations_are_counted(text, topk):
     batch = parse_batch(text)
-    step = Step(MODELS["glm"], 16, batch, topk)
+    step = make_step("glm", 16, batch, topk)
     visible = [c + i + 1 for q, c in batch.requests for i in range(q)]
     wide = LATENT * (192 + 256)
     assert step.mha_flops == 2 * 16 * (512 * sum(visible) + wide * step.keys)

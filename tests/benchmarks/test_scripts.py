@@ -2,15 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The benchmarks' command lines, on a machine without a GPU."""
 
-import csv
 import importlib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import gpu_report
+import plots
 import pytest
 import render_results
 import torch
@@ -22,6 +20,8 @@ STEPS = {
     for sm90 in (True, False)
     for command in gpu_report.steps(sm90).values()
 }
+# Their servers are what needs a GPU.
+SERVING = {s for s in SCRIPTS if "serving" in s} | {"benchmark_prefill_profile"}
 STOPPED = "the arguments are in order"
 NEEDS_GPU = "This benchmark needs an NVIDIA GPU, and torch sees none."
 
@@ -51,20 +51,10 @@ def test_help_names_the_common_options(run, capsys, script):
     assert run(script, "--help") == 0
     text = capsys.readouterr().out
     assert "--csv" in text
-    # Those that send requests for a while have neither shapes nor samples.
-    if script not in ("benchmark_serving_load", "benchmark_serving_multi_turn"):
-        assert all(name in text for name in ("--shapes", "--plot", "--repeat"))
+    assert ("--plot" in text) is (script in plots.PLOTS)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "benchmark_masked_prefill",
-        "benchmark_topk_mask_build",
-        "benchmark_mha_layout",
-        "benchmark_first_call",
-    ],
-)
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s not in SERVING])
 def test_says_that_it_needs_a_gpu(run, script):
     assert run(script) == NEEDS_GPU
 
@@ -93,8 +83,7 @@ def test_steps_of_the_gpu_report_are_accepted(run, monkeypatch, command):
     if script == "pytest":
         return
     module = importlib.import_module(script)
-    for name in ("run_without_gpu", "running_servers"):
-        monkeypatch.setattr(module, name, _stop, raising=False)
+    monkeypatch.setattr(module, "running_servers", _stop, raising=False)
     assert run(script, *arguments) in (STOPPED, NEEDS_GPU)
 
 
@@ -166,31 +155,3 @@ def test_the_page_of_a_gpu_begins_as_the_b200s(tmp_path):
     render_results.render([page])
     assert "# GPU report: H100" in page.read_text()
     assert "**Not run.** No H100 was at hand" in page.read_text()
-
-
-@pytest.mark.codegen
-def test_mask_benchmark_shows_compiled_evidence(tmp_path):
-    rows_file = tmp_path / "mask.csv"
-    command = [sys.executable, str(ROOT / "benchmarks/benchmark_sparse_mla_mask.py")]
-    command += ["--shapes", "1x256x256/8/ones/causal", "1x4096x4096/16/ones/causal"]
-    command += ["--arch", "sm_100a", "--csv", str(rows_file)]
-    ended = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "Nothing was timed" in ended.stdout
-    with rows_file.open(newline="") as file:
-        rows = {row["variant"]: row for row in csv.DictReader(file)}
-    # Both shapes are served by one kernel, which is shown once.
-    in_stock = "stock, stock vLLM"
-    assert list(rows) == ["unmasked", "one word", "stock", "ours", in_stock]
-    assert rows["ours"]["mask loads"] == "3x128"
-    assert rows["stock"]["mask loads"] == rows[in_stock]["mask loads"] == "12x32"
-    # FA4's own kernel applies its diagonal to every block of keys.
-    loop = {name: int(row["softmax loop"]) for name, row in rows.items()}
-    assert loop["unmasked"] < loop["ours"] <= loop["stock"] < loop[in_stock] - 200
-    assert str(tmp_path) not in rows["ours"]["command"]
