@@ -28,10 +28,8 @@ from result_sections import ALL_KERNELS, FIRST_TOKEN, profile_groups, profile_to
 from serving.answers import compare_answers
 from serving.client import burst, open_session
 from serving.profiler import Kernel, profiler_arguments, profiling, read_trace
-from serving.server import VARIANTS, compile_arguments
-from serving.servers import running_servers, variant_list
-
-from vllm_sparse_mla.testing.tiny_model import SPECS
+from serving.server import compile_arguments
+from serving.servers import add_server_options, running_servers, setting_of
 
 WARM_UP_ROUNDS = 2
 NOTHING = Kernel()
@@ -111,19 +109,13 @@ def _row(group: str, kernel: str, launches: int, times: list[float]) -> dict:
 def main() -> None:
     """Command line."""
     parser = argument_parser(__doc__, prompt_length, ["4096", "8192", "16384"], 5)
-    parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-128h")
-    parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="tensor-parallel ranks to stand for"
-    )
+    add_server_options(parser, "dsv32-128h")
     args = parser.parse_args()
     longest = max(args.shapes)
     with (
         tempfile.TemporaryDirectory() as traces,
         running_servers(
-            args.model,
-            args.variants,
-            ranks=args.ranks,
+            args,
             max_model_len=longest + 256,
             max_num_batched_tokens=longest,
             extra_args=(*compile_arguments(), *profiler_arguments(Path(traces))),
@@ -134,13 +126,12 @@ def main() -> None:
         )
     rows = []
     for (length, variant), times in ttft.items():
-        setting = {"model": args.model, "ranks": args.ranks}
-        setting |= {"prompt tokens": length, "variant": variant}
+        place = {"prompt tokens": length, "variant": variant}
         found = [
             _row(FIRST_TOKEN, "", 0, times),
             *rows_of_kernels(kernels[length, variant]),
         ]
-        rows += [setting | row for row in found]
+        rows += [setting_of(args) | place | row for row in found]
     print(f"Milliseconds of a request\n\n{profile_totals(rows)}\n")
     print(f"By group of kernels\n\n{profile_groups(rows)}")
     save_results(args, rows)

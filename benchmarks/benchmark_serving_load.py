@@ -12,9 +12,8 @@ being idle: host memory of its processes, GPU memory that its tensors occupy
 half-way: it keeps what the largest steps so far needed, and grows until it met them).
 ``GPU`` is what nvidia-smi says of all servers together.
 
-The servers run at the same time, so their speeds are no comparison; ``--one-by-one``
-runs them in turn, which takes as many times as long. Needs an SM90 GPU and the
-package installed beside vLLM. Ends with 1 if a request failed.
+The servers run at the same time, so their speeds are no comparison. Needs an SM90 GPU
+and the package installed beside vLLM. Ends with 1 if a request failed.
 """
 
 import argparse
@@ -33,10 +32,8 @@ from bench_common import plain_parser, print_table, progress_bar, save_csv
 from serving.client import Completion, make_prompt, open_session, stream
 from serving.probe import GPU_MEMORY_PERIOD_S, read_gpu_memory
 from serving.scenario import MAX_MODEL_LEN, MODEL
-from serving.server import VARIANTS, Server
-from serving.servers import gpu_memory_mib, running_servers, variant_list
-
-from vllm_sparse_mla.testing.tiny_model import SPECS
+from serving.server import Server
+from serving.servers import add_server_options, gpu_memory_mib, running_servers
 
 PROMPT_TOKENS = (16, 7000)
 GENERATED_TOKENS = (1, 64)
@@ -168,26 +165,15 @@ def _measure(
 def main() -> None:
     """Command line."""
     parser = plain_parser(__doc__)
-    parser.add_argument("--model", choices=sorted(SPECS), default=MODEL)
-    parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
+    add_server_options(parser, MODEL)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--warm-up", type=float, default=120.0, help="seconds")
-    parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
-    groups = [[v] for v in args.variants] if args.one_by_one else [args.variants]
-    rows = []
-    for group in groups:
-        with running_servers(args.model, group, max_model_len=MAX_MODEL_LEN) as (
-            servers,
-            folders,
-        ):
-            rows += _measure(servers, folders, args)
-    together = "in turn" if args.one_by_one else "at the same time"
-    print_table(
-        f"{args.clients} clients for {args.seconds:.0f} s, servers {together}", rows
-    )
+    with running_servers(args, max_model_len=MAX_MODEL_LEN) as (servers, folders):
+        rows = _measure(servers, folders, args)
+    print_table(f"{args.clients} clients for {args.seconds:.0f} s", rows)
     if args.csv is not None:
         save_csv(args.csv, [{"model": args.model} | row for row in rows])
     sys.exit(any(row["failed"] for row in rows))

@@ -38,10 +38,8 @@ from bench_common import plain_parser, save_csv, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
 from serving.probe import read_gpu_memory, read_records
-from serving.server import VARIANTS, Server
-from serving.servers import running_servers, variant_list
-
-from vllm_sparse_mla.testing.tiny_model import SPECS
+from serving.server import Server
+from serving.servers import add_server_options, running_servers, setting_of
 
 CONVERSATIONS = 30
 AT_A_TIME = CONVERSATIONS + 1
@@ -279,11 +277,7 @@ def make_rows(found: dict[tuple[int, str], list[Round]]) -> list[dict]:
 def main() -> None:
     """Command line."""
     parser = plain_parser(__doc__)
-    parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-16h")
-    parser.add_argument(
-        "--ranks", type=int, default=8, help="tensor-parallel ranks to stand for"
-    )
-    parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
+    add_server_options(parser, "dsv32-16h", ranks=8)
     parser.add_argument(
         "--turn-tokens", type=int, nargs="+", default=[16, 160], metavar="N"
     )
@@ -291,7 +285,6 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, default=48, help="new prompts of a round"
     )
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as `vllm serve`'s")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     most = MAX_MODEL_LEN - BASE_TOKENS - GROWTH_TOKENS - ANSWER_TOKENS
@@ -302,19 +295,13 @@ def main() -> None:
     if args.variants[0] != "stock":
         parser.error("--variants must begin with stock, which others are compared with")
     with running_servers(
-        args.model,
-        args.variants,
-        ranks=args.ranks,
-        max_model_len=MAX_MODEL_LEN,
-        kv_cache_gib=KV_CACHE_GIB,
-        kv_cache_dtype=args.kv_cache_dtype,
+        args, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB
     ) as (servers, folders):
         found = asyncio.run(
             measure(servers, folders, args.turn_tokens, args.rounds, args.prompts)
         )
     rows = make_rows(found)
-    setting = {"model": args.model, "ranks": args.ranks}
-    rows = [setting | {"kv cache": args.kv_cache_dtype} | row for row in rows]
+    rows = [setting_of(args) | row for row in rows]
     if args.csv is not None:
         save_csv(args.csv, rows)
     print(multi_turn(rows))

@@ -23,7 +23,6 @@ too, and the variants may differ by twice that. That server is not timed.
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import statistics
 
@@ -36,10 +35,7 @@ from bench_common import (
 from serving.answers import compare_answers
 from serving.client import burst, open_session
 from serving.probe import read_records
-from serving.server import VARIANTS
-from serving.servers import running_servers, variant_list
-
-from vllm_sparse_mla.testing.tiny_model import SPECS
+from serving.servers import add_server_options, running_servers, setting_of
 
 WARM_UP_ROUNDS = 2
 
@@ -99,41 +95,23 @@ def main() -> None:
     """Command line."""
     shapes = [f"{n}x{count}" for count in (1, 8) for n in (2048, 4096, 8192, 16384)]
     parser = argument_parser(__doc__, parse_shape, shapes, repeat=5)
-    parser.add_argument("--model", choices=sorted(SPECS), default="dsv32-128h")
-    parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="tensor-parallel ranks to stand for"
-    )
-    parser.add_argument(
-        "--all-lengths",
-        action="store_true",
-        help="opt-in: masked MHA at every length, not only where the table has it",
-    )
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as `vllm serve`'s")
+    add_server_options(parser, "dsv32-128h")
     args = parser.parse_args()
-    start = functools.partial(
-        running_servers,
-        args.model,
-        ranks=args.ranks,
-        all_lengths=args.all_lengths,
-        max_model_len=max(length for length, _ in args.shapes) + 256,
-    )
+    longest = max(length for length, _ in args.shapes) + 256
     with contextlib.ExitStack() as stack:
         servers, folders = stack.enter_context(
-            start(args.variants, kv_cache_dtype=args.kv_cache_dtype)
+            running_servers(args, max_model_len=longest)
         )
         unquantized = None
         if args.kv_cache_dtype != "auto":
-            unquantized = stack.enter_context(start(["stock"]))[0]["stock"]
+            unrounded = running_servers(
+                args, ["stock"], kv_cache_dtype="auto", max_model_len=longest
+            )
+            unquantized = stack.enter_context(unrounded)[0]["stock"]
         rows = asyncio.run(
             measure(servers, folders, args.shapes, args.repeat, unquantized)
         )
-    setting = {
-        "model": args.model,
-        "ranks": args.ranks,
-        "kv cache": args.kv_cache_dtype,
-    }
-    rows = [setting | {"all lengths": args.all_lengths} | row for row in rows]
+    rows = [setting_of(args) | row for row in rows]
     print_table("Time to first token, milliseconds at the HTTP client", rows)
     save_results(args, rows)
 

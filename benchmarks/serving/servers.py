@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Servers of the serving benchmarks."""
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -13,7 +14,7 @@ from bench_common import with_progress
 
 from serving.probe import GPU_MEMORY_PLUGIN, probe_environment
 from serving.server import VARIANTS, Server
-from vllm_sparse_mla.testing.tiny_model import write_model
+from vllm_sparse_mla.testing.tiny_model import SPECS, write_model
 
 
 def variant_list(text: str) -> list[str]:
@@ -24,41 +25,51 @@ def variant_list(text: str) -> list[str]:
     return variants
 
 
+def add_server_options(
+    parser: argparse.ArgumentParser, model: str, ranks: int = 1
+) -> None:
+    """What the serving benchmarks let one choose of their servers."""
+    parser.add_argument("--model", choices=sorted(SPECS), default=model)
+    parser.add_argument("--variants", type=variant_list, default=list(VARIANTS))
+    parser.add_argument(
+        "--ranks", type=int, default=ranks, help="tensor-parallel ranks to stand for"
+    )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as `vllm serve`'s")
+
+
+def setting_of(args: argparse.Namespace) -> dict:
+    """What the rows of servers begin with."""
+    return {"model": args.model, "ranks": args.ranks, "kv cache": args.kv_cache_dtype}
+
+
 @contextlib.contextmanager
 def running_servers(
-    model: str,
-    variants: Sequence[str],
-    *,
-    ranks: int = 1,
-    all_lengths: bool = False,
-    **kwargs,
+    args: argparse.Namespace, variants: Sequence[str] | None = None, **kwargs
 ) -> Iterator[tuple[dict[str, Server], dict[str, Path]]]:
     """Write the model, start one server per variant side by side, stop them.
 
     Args:
-        model: A name of ``tiny_model.SPECS``.
-        variants: Which of ``VARIANTS``.
-        ranks: Tensor-parallel ranks that the dispatch is told of.
-        all_lengths: Masked MHA, where available, takes prefills of every length.
-        **kwargs: Further fields of ``Server``.
+        args: Of ``add_server_options``.
+        variants: Which of ``VARIANTS``; None are those of the arguments.
+        **kwargs: Fields of ``Server`` that the arguments do not set.
 
     Yields:
         The servers, and the folders of their probes' records, by variant.
     """
     # Stock loads the plugin that watches memory, as the others do, and nothing else.
     plugins = {"stock": {"VLLM_PLUGINS": GPU_MEMORY_PLUGIN}}
+    variants = args.variants if variants is None else variants
+    kwargs = {"kv_cache_dtype": args.kv_cache_dtype} | kwargs
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_model(folder / "model", model)
+        write_model(folder / "model", args.model)
         folders = {variant: folder / variant for variant in variants}
         servers = {
             variant: Server(
                 folder / "model",
                 variant,
                 folders[variant] / "server.log",
-                extra_env=probe_environment(
-                    folders[variant], ranks=ranks, all_lengths=all_lengths
-                )
+                extra_env=probe_environment(folders[variant], ranks=args.ranks)
                 | plugins.get(variant, {}),
                 **kwargs,
             ).start()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from aiohttp import ClientResponseError, web
 from benchmark_prefill_profile import measure, rows_of_kernels
-from kernel_groups import GROUPS, OTHER, group_of, short_name
-from result_sections import ALL_KERNELS, FIRST_TOKEN, profile_kernels, profile_totals
+from kernel_groups import GROUPS, OTHER, group_of
+from result_sections import ALL_KERNELS, FIRST_TOKEN, profile_totals
 from result_tables import read_rows
 from serving.client import open_session
 from serving.profiler import (
@@ -84,16 +84,6 @@ def test_a_kernel_has_a_group(kernel, group):
 
 def test_every_group_has_a_kernel_here():
     assert set(KERNELS.values()) == {*GROUPS, OTHER}
-
-
-def test_of_several_groups_the_first_counts():
-    assert group_of("rms_norm_gemm_topk_kernel") == "top-k"
-    assert group_of("concat_rms_norm") == "layout"
-
-
-def test_a_name_is_cut_short():
-    assert short_name("void f<int>(int)") == "f<int>(int)"
-    assert len(short_name("void " + 300 * "f")) == 100
 
 
 def events(cat: str, **us: float) -> list[dict]:
@@ -231,10 +221,10 @@ def csv(monkeypatch, tmp_path):
         return {cell: [2 * scale] * repeat for cell, scale in cells.items()}, kernels
 
     @contextlib.contextmanager
-    def running_servers(model, variants, *, ranks, extra_args, **lengths):
-        assert set(lengths.values()) == {8448, 8192} and ranks == 8
+    def running_servers(args, *, extra_args, **lengths):
+        assert set(lengths.values()) == {8448, 8192} and args.ranks == 8
         assert "--profiler-config" in extra_args
-        yield dict.fromkeys(variants), {}
+        yield dict.fromkeys(args.variants), {}
 
     monkeypatch.setattr(benchmark_prefill_profile, "measure", made_up)
     monkeypatch.setattr(benchmark_prefill_profile, "running_servers", running_servers)
@@ -255,18 +245,3 @@ def test_a_table_has_the_ratio_to_stock(csv):
     cells = [cell.strip() for cell in line.split("|")[4:7]]
     assert cells == ["45.0 (45.0 to 45.0)", "15.0 (15.0 to 15.0)", "3.00"]
     assert f"| {FIRST_TOKEN}" in lines[2]
-
-
-def test_kernels_are_shown_at_one_length(csv):
-    lines = profile_kernels(read_rows([csv])).splitlines()
-    assert len(lines) == 2 + len(MILLISECONDS)
-    assert all("8192" in line for line in lines[2:])
-    (line,) = (line for line in lines if "`_fused_q_kernel`" in line)
-    assert line.split("|")[5].strip() == "24.000 (2)"
-
-
-def test_bars_are_stacked_for_each_length(csv):
-    text = csv.with_suffix(".svg").read_text()
-    assert "A prefill by kernels, dsv32-16h" in text
-    assert text.count("prompt tokens = ") == 2
-    assert all(f">{group}<" in text for group in (*GROUPS, OTHER))

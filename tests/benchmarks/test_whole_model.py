@@ -9,7 +9,6 @@ from whole_model import (
     HIGH,
     LOW,
     all_reduce_ms,
-    assumptions,
     measured_ms,
     parameters,
     products_ms,
@@ -38,27 +37,6 @@ def test_parameters_of_a_token_are_those_deepseek_states():
     assert sum(parameters()) - indexer + vocabulary == pytest.approx(37e9, rel=0.02)
 
 
-def test_what_every_rank_has_is_not_split():
-    split, whole = parameters()
-    assert whole == 61 * (7168 * 2112 + 1536 * 8192 + 7168 * 192) + 58 * 7168 * 256
-    assert split == (
-        61 * 128 * (1536 * 192 + 512 * 256 + 128 * 7168)
-        + 3 * 7168 * (3 * 18432 + 58 * 9 * 2048)
-    )
-
-
-def test_matrix_products_run_at_a_fraction_of_the_peak():
-    split, whole = parameters()
-    seconds = 2 * 8192 * (split / 8 + whole) / 1979e12
-    assert products_ms(8192, HIGH) == pytest.approx(1e3 * seconds / 0.6)
-    assert products_ms(8192, LOW) == pytest.approx(1e3 * seconds / 0.4)
-
-
-def test_all_reduces_pass_every_gpu_twice_but_for_its_own_eighth():
-    seconds = 2 * 61 * 1.75 * 2 * 8192 * 7168 / 450e9
-    assert all_reduce_ms(8192, HIGH) == pytest.approx(1e3 * seconds / 0.8)
-
-
 def test_a_layer_counts_61_times_and_a_request_once():
     found = measured_ms(rows(stock=12.0, opt_in=2.0))
     others = len(GROUPS) - 2  # beside attention and projections
@@ -78,9 +56,3 @@ def test_the_gain_is_a_range_from_low_to_high():
         stock, ours = (measured[8192, v] + rest for v in ("stock", "opt-in"))
         assert ratio == pytest.approx(stock / ours, abs=0.006)
     assert 1 < low < high
-
-
-def test_every_assumption_is_on_the_page():
-    text = assumptions()
-    assert all(number in text for number in ("61, 3", "1979", "450", "40% to 60%"))
-    assert text.count("assumed") == 2
