@@ -31,6 +31,7 @@ PYTEST, FIT = "pytest", "prefill-fit"
 def steps(sm90: bool) -> dict[str, list[str]]:
     """By step, the program and its arguments; the longest steps come last."""
     variants = "stock,patched,opt-in" if sm90 else "stock,patched"
+    ends = "stock,opt-in" if sm90 else variants
     mask, prefill = "benchmark_sparse_mla_mask", "benchmark_masked_prefill"
     # On SM90 the patch set edits no kernel that stock's callbacks run in.
     stock = {} if sm90 else {"mask-stock": [mask, "--stock"]}
@@ -43,7 +44,7 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("--repeat", "7"),
         ],
         "prefill-mixes": [prefill, "--preset", "mixes", "--repeat", "7"],
-        FIT: [prefill, "--preset", "fit", "--time-limit", "180"],
+        FIT: [prefill, "--preset", "fit", "--repeat", "5", "--time-limit", "90"],
         "topk-mask-build": ["benchmark_topk_mask_build", "--repeat", "10"],
         "mha-layout": ["benchmark_mha_layout", "--repeat", "10"],
         "first-call": ["benchmark_first_call"],
@@ -64,13 +65,15 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("benchmark_serving_load", "--seconds", "30", "--warm-up", "30"),
             *("--variants", variants),
         ],
+        # Rounds of the same server differ by several percent: many short ones.
         "serving-multi-turn": [
-            *("benchmark_serving_multi_turn", "--variants", variants),
+            *("benchmark_serving_multi_turn", "--variants", ends),
+            *("--rounds", "10", "--prompts", "24"),
         ],
-        "tests-serving": [PYTEST, "--gpu", "-q", "tests/serving"],
+        # Tests of one server stay together.
         "tests": [
-            *(PYTEST, "--gpu", "-q", "--ignore", "tests/serving"),
-            *("-n", "auto", "--maxprocesses", "12"),
+            *(PYTEST, "--gpu", "-q", "-n", "auto", "--maxprocesses", "16"),
+            *("--dist", "loadgroup"),
         ],
     }
 
