@@ -50,7 +50,6 @@ def steps(sm90: bool) -> dict[str, list[str]]:
         "first-call": ["benchmark_first_call"],
         "serving-ttft": [
             *("benchmark_serving_ttft", "--model", "dsv32-16h", "--ranks", "8"),
-            *("--shapes", "4096x1", "8192x1", "8192x8", "--repeat", "3"),
             *("--variants", variants),
         ],
         "prefill-profile": [
