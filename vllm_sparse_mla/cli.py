@@ -34,7 +34,7 @@ def tiny_model(
     folder: Annotated[Path, typer.Argument(help="Folder to write it to.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
 ) -> None:
-    """Write a DeepSeek-V3.2-style model with random weights, to serve without a hub."""
+    """Write a model like DeepSeek-V3.2 or GLM-5 with random weights, without a hub."""
     from vllm_sparse_mla.testing.tiny_model import get_spec, write_model
 
     try:

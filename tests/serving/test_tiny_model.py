@@ -18,18 +18,23 @@ from vllm_sparse_mla.testing.tiny_model import (
     write_model,
 )
 
-# Builds vLLM's real DeepSeek-V3.2 model on the CPU and loads the checkpoint.
-# No attention backend resolves without a GPU, so the attention layer's own
-# constructor is replaced; every weight still belongs to vLLM's modules. Runs in
-# a process of its own because it rebinds vLLM's platform and default dtype.
+# Builds vLLM's real model, and its MTP draft, on the CPU and loads the checkpoint.
+# No attention backend and no kernel for experts resolves without a GPU, so the
+# attention layer's own constructor and that choice are replaced; every weight still
+# belongs to vLLM's modules. Runs in a process of its own because it rebinds vLLM's
+# platform and default dtype.
 LOAD_SCRIPT = """
 import sys
 import torch
 from safetensors.torch import load_file
-from vllm.config import DeviceConfig, ModelConfig, VllmConfig
-from vllm.config import set_current_vllm_config
+from vllm.config import DeviceConfig, ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+    UnquantizedMoeBackend,
+)
 from vllm.platforms import current_platform
 
 folder, store = sys.argv[1:]
@@ -46,28 +51,46 @@ def init(self, *, prefix, kv_b_proj, **kwargs):
         setattr(self, name, kwargs[name])
 
 MLAAttention.__init__ = init
+moe.select_unquantized_moe_backend = lambda **_: (UnquantizedMoeBackend.OOT, None)
 model_config = ModelConfig(
     model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096
 )
-config = VllmConfig(
-    model_config=model_config, device_config=DeviceConfig(device="cpu")
-)
 assert model_config.use_mla and model_config.hf_text_config.index_topk == 512
+speculative = None
+if model_config.hf_text_config.num_nextn_predict_layers:
+    speculative = SpeculativeConfig(
+        method="mtp",
+        num_speculative_tokens=3,
+        target_model_config=model_config,
+        target_parallel_config=ParallelConfig(),
+    )
+config = VllmConfig(
+    model_config=model_config,
+    speculative_config=speculative,
+    device_config=DeviceConfig(device="cpu"),
+)
 torch.set_default_dtype(torch.bfloat16)
 with set_current_vllm_config(config):
     init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
     initialize_model_parallel(1, 1)
     from vllm.models.deepseek_v32.nvidia.model import DeepseekV32ForCausalLM
+    from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP
 
-    model = DeepseekV32ForCausalLM(vllm_config=config)
-for parameter in model.parameters():
-    parameter.data.fill_(float("nan"))
-loaded = model.load_weights(load_file(f"{folder}/model.safetensors").items())
-names = {name for name, _ in model.named_parameters()}
-assert loaded == names, names ^ loaded
-assert not [n for n, p in model.named_parameters() if p.isnan().any()]
-print("loaded", len(loaded))
+    models = [DeepseekV32ForCausalLM(vllm_config=config)]
+    if speculative:
+        models.append(DeepseekV32MTP(vllm_config=config))
+weights = load_file(f"{folder}/model.safetensors")
+for model in models:
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    loaded = model.load_weights(weights.items())
+    names = {name for name, _ in model.named_parameters()}
+    assert loaded == names, names ^ loaded
+    assert not [n for n, p in model.named_parameters() if p.isnan().any()]
+print("loaded", *(len(list(model.parameters())) for model in models))
 """
+# Of the model and of its draft. Beside names this counts layers without an indexer.
+PARAMETERS = {"tiny": "45", "tiny-moe": "49 24", "tiny-glm5": "63 24"}
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +105,18 @@ def _sha256(path) -> str:
 def test_same_seed_gives_the_same_bytes(model_folder, tmp_path):
     again = write_model(tmp_path / "again", "tiny")
     other = write_model(tmp_path / "other", "tiny", seed=1)
-    for file in ("model.safetensors", "config.json"):
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert _sha256(again / file) == _sha256(model_folder / file)
     assert _sha256(other / "model.safetensors") != _sha256(
         model_folder / "model.safetensors"
     )
 
 
-def test_vllm_loads_every_parameter(model_folder, tmp_path):
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_vllm_loads_every_parameter(name, tmp_path):
+    folder = write_model(tmp_path / name, name)
     run = subprocess.run(
-        [sys.executable, "-c", LOAD_SCRIPT, str(model_folder), str(tmp_path / "s")],
+        [sys.executable, "-c", LOAD_SCRIPT, str(folder), str(tmp_path / "s")],
         capture_output=True,
         text=True,
         timeout=300,
@@ -99,7 +124,7 @@ def test_vllm_loads_every_parameter(model_folder, tmp_path):
         env={**os.environ, "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "loaded 45" in run.stdout
+    assert run.stdout.splitlines()[-1] == f"loaded {PARAMETERS[name]}"
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -114,8 +139,9 @@ def test_config_agrees_with_tensors(name):
         config["num_attention_heads"] * qk_head_dim,
         config["q_lora_rank"],
     )
-    # All layers dense: the loader is never handed an expert.
-    assert config["first_k_dense_replace"] == config["num_hidden_layers"]
+    # Where all layers are dense, the loader is never handed an expert.
+    dense = config["first_k_dense_replace"] == config["num_hidden_layers"]
+    assert dense is not any(".experts." in name for name in shapes)
 
 
 def test_unknown_name_is_refused(tmp_path):
