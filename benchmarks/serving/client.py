@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -66,7 +68,7 @@ def make_prompt(length: int, seed: int, *, vocab_size: int = 1024) -> list[int]:
     return [generator.randrange(2, vocab_size) for _ in range(length)]
 
 
-def _body(prompt: list[int], max_tokens: int, salt: str | None) -> dict:
+def _body(prompt: list[int] | str, max_tokens: int, salt: str | None) -> dict:
     body = {
         "model": MODEL_NAME,
         "prompt": prompt,
@@ -85,13 +87,17 @@ def _cached_tokens(answer: dict) -> int:
     return details.get("cached_tokens") or 0
 
 
+def _gap(logprobs: Iterable[float]) -> float:
+    best, second = sorted(logprobs, reverse=True)[:2]
+    return best - second
+
+
 def _parse(completion: Completion, answer: dict) -> None:
     choice = answer["choices"][0]
     completion.token_ids = choice["token_ids"]
     completion.logprobs = choice["logprobs"]["token_logprobs"]
     for top in choice["logprobs"]["top_logprobs"]:
-        best, second = sorted(top.values(), reverse=True)[:2]
-        completion.gaps.append(best - second)
+        completion.gaps.append(_gap(top.values()))
     for token in choice.get("prompt_logprobs") or []:
         if token is not None:
             # The prompt's own token comes first; others only with a count above 0.
@@ -102,7 +108,7 @@ def _parse(completion: Completion, answer: dict) -> None:
 async def complete(
     session: aiohttp.ClientSession,
     url: str,
-    prompt: list[int],
+    prompt: list[int] | str,
     max_tokens: int,
     *,
     salt: str | None = None,
@@ -113,7 +119,7 @@ async def complete(
     Args:
         session: From ``open_session``.
         url: The server's base address.
-        prompt: Token ids.
+        prompt: Token ids, or text for a server with a tokenizer.
         max_tokens: Tokens to generate; exactly that many are.
         salt: Requests share prefix-cache entries only if their salts are equal.
         score_prompt: Also ask for the log-probability of every prompt token;
@@ -126,10 +132,38 @@ async def complete(
     body |= {"logprobs": 2, "return_tokens_as_token_ids": True}
     if score_prompt:
         body["prompt_logprobs"] = 0
+    return await _post(session, f"{url}/v1/completions", body, _parse)
+
+
+async def chat(
+    session: aiohttp.ClientSession, url: str, text: str, max_tokens: int, *, salt: str
+) -> Completion:
+    """One chat completion of a user's message; the rest as in ``complete``."""
+    body = _body([], max_tokens, salt)
+    del body["prompt"]
+    body["messages"] = [{"role": "user", "content": text}]
+    body |= {"logprobs": True, "top_logprobs": 2}
+    return await _post(session, f"{url}/v1/chat/completions", body, _parse_chat)
+
+
+def _parse_chat(completion: Completion, answer: dict) -> None:
+    choice = answer["choices"][0]
+    completion.token_ids = choice["token_ids"]
+    for token in choice["logprobs"]["content"]:
+        completion.logprobs.append(token["logprob"])
+        completion.gaps.append(_gap(top["logprob"] for top in token["top_logprobs"]))
+
+
+async def _post(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict,
+    parse: Callable[[Completion, dict], None],
+) -> Completion:
     completion = Completion()
     start = time.perf_counter()
     try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
+        async with session.post(url, json=body) as response:
             completion.status = response.status
             text = await response.text()
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -137,7 +171,7 @@ async def complete(
         return completion
     completion.seconds = time.perf_counter() - start
     if completion.status == 200:
-        _parse(completion, json.loads(text))
+        parse(completion, json.loads(text))
     else:
         completion.error = text
     return completion
@@ -220,12 +254,18 @@ async def burst(
 
 
 async def running_requests(session: aiohttp.ClientSession, url: str) -> int:
-    """Requests that the engine has running or waiting, from ``/metrics``."""
+    """Requests that the engine has running or waiting."""
+    found = await metrics(session, url)
+    return int(found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"])
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> Counter[str]:
+    """``/metrics`` by name, added up over labels; one that is not there is 0."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text()
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
-    return sum(
-        int(float(line.rsplit(" ", 1)[1]))
-        for line in text.splitlines()
-        if line.startswith(names)
-    )
+    found = Counter()
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            labelled, value = line.rsplit(" ", 1)
+            found[labelled.partition("{")[0]] += float(value)
+    return found

@@ -7,6 +7,7 @@ cuts them at odd places, with a decode running, and with a shared prefix.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from serving.client import (
@@ -56,8 +57,13 @@ class Answers:
     warm_jit: list[str] = field(default_factory=list)
 
     def by_prompt(self) -> list[list[Completion]]:
-        """The answers alone and in the crowd, by prompt."""
-        return [a + b for a, b in zip(self.alone, self.crowded, strict=True)]
+        """The answers alone and, where there was one, in the crowd, by prompt."""
+        crowded = self.crowded or [[]] * len(self.alone)
+        return [a + b for a, b in zip(self.alone, crowded, strict=True)]
+
+    def everything(self) -> list[Completion]:
+        """All answers."""
+        return [*sum(self.by_prompt(), []), *self.prefixed, self.control]
 
 
 def control_prompt(prompt: list[int]) -> list[int]:
@@ -83,8 +89,11 @@ def control_difference(answer: Completion, control: Completion) -> Difference:
     )
 
 
-async def _ask(server: Server) -> Answers:
-    prompts = [make_prompt(length, seed=length) for length in PROMPT_LENGTHS]
+async def ask_server(
+    server: Server, lengths: Sequence[int] = PROMPT_LENGTHS
+) -> Answers:
+    """Put the scenario to a server, with prompts of these lengths in tokens."""
+    prompts = [make_prompt(length, seed=length) for length in lengths]
     answers = Answers()
     async with open_session() as session:
 
@@ -133,11 +142,14 @@ async def _ask(server: Server) -> Answers:
     return answers
 
 
-def ask(servers: dict[str, Server]) -> dict[str, Answers]:
-    """Put the scenario to all servers at the same time."""
+def ask(
+    servers: dict[str, Server],
+    ask_one: Callable[[Server], Awaitable[Answers]] = ask_server,
+) -> dict[str, Answers]:
+    """Put the scenario, or other requests, to all servers at the same time."""
 
     async def ask_all() -> list[Answers]:
-        return await asyncio.gather(*map(_ask, servers.values()))
+        return await asyncio.gather(*map(ask_one, servers.values()))
 
     return dict(zip(servers, asyncio.run(ask_all()), strict=True))
 

@@ -89,6 +89,8 @@ class Server:
             free memory, which servers that start side by side change.
         kv_cache_dtype: As ``vllm serve`` takes it.
         tensor_parallel_size: GPUs to use.
+        tokenizer: Whether to read the model's; prompts are token ids otherwise.
+        several_gpus: Whether ``extra_args`` ask for more GPUs than one.
         extra_args: Further command line arguments.
         extra_env: Further environment variables.
     """
@@ -102,6 +104,8 @@ class Server:
     kv_cache_gib: float = 4.0
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
+    tokenizer: bool = False
+    several_gpus: bool = False
     extra_args: Sequence[str] = field(default_factory=compile_arguments)
     extra_env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
@@ -118,7 +122,8 @@ class Server:
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"),
             str(self.model),
             *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1"),
-            *("--port", str(self.port), "--skip-tokenizer-init"),
+            *("--port", str(self.port)),
+            *(() if self.tokenizer else ("--skip-tokenizer-init",)),
             *("--max-model-len", str(self.max_model_len)),
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
             *("--max-num-seqs", str(self.max_num_seqs)),
@@ -137,11 +142,12 @@ class Server:
         environment |= {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
         }
+        if _NO_COMPILE[0] in self.extra_args:
+            environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
         # Set by CPU test runs; a server wants the GPU and compiled kernels.
         environment.pop("TRITON_INTERPRET", None)
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 or self.several_gpus:
             environment |= _NO_MULTICAST
         environment |= self.extra_env
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ differences of their answers.
 """
 
 import contextlib
+import functools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -38,10 +39,19 @@ def sm90_gpus() -> int:
 
 @pytest.fixture(scope="session")
 def serve_folder(tmp_path_factory) -> Path:
-    """Holds the model and, per server, a folder with log and probe records."""
-    folder = tmp_path_factory.mktemp("serve")
-    write_model(folder / "model", scenario.MODEL)
-    return folder
+    """Holds the models and, per server, a folder with log and probe records."""
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="session")
+def model_folder(serve_folder) -> Callable[[str], Path]:
+    """Gives the folder of a model by name, written at its first use."""
+
+    @functools.cache
+    def written(name: str) -> Path:
+        return write_model(serve_folder / f"model-{name}", name)
+
+    return written
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +66,9 @@ def report_dir() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def start_server(serve_folder, report_dir) -> Iterator[Callable[..., Server]]:
+def start_server(
+    serve_folder, model_folder, report_dir
+) -> Iterator[Callable[..., Server]]:
     """Starts a server by name, with the probe; all end with the session."""
     started: dict[str, Server] = {}
 
@@ -64,15 +76,17 @@ def start_server(serve_folder, report_dir) -> Iterator[Callable[..., Server]]:
         # What is compared is masked MHA with sparse MQA, at every length.
         environment = probe_environment(serve_folder / name, all_lengths=True)
         environment |= kwargs.pop("extra_env", {})
+        fields = {
+            "max_model_len": scenario.MAX_MODEL_LEN,
+            "max_num_batched_tokens": scenario.TOKEN_BUDGET,
+            "max_num_seqs": 16,
+        }
         started[name] = Server(
-            serve_folder / "model",
+            model_folder(kwargs.pop("model", scenario.MODEL)),
             variant,
             serve_folder / name / "server.log",
-            max_model_len=scenario.MAX_MODEL_LEN,
-            max_num_batched_tokens=scenario.TOKEN_BUDGET,
-            max_num_seqs=16,
             extra_env=environment,
-            **kwargs,
+            **fields | kwargs,
         )
         return started[name].start()
 

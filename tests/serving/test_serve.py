@@ -16,6 +16,7 @@ from dataclasses import asdict
 import pytest
 from serving import scenario
 from serving.compare import Difference, between, difference, spread
+from serving.judge import compiled_beyond_stock
 from serving.probe import read_records
 from serving.scenario import PROMPT_LENGTHS, Answers
 from serving.server import VARIANTS
@@ -64,9 +65,8 @@ def budget(answers, servers, report_dir) -> Difference:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_request_is_answered(answers, variant):
     found = answers[variant]
-    everything = [*sum(found.by_prompt(), []), *found.prefixed, found.control]
-    assert [c.error for c in everything if not c.ok] == []
-    assert {len(c.token_ids) for c in everything} == {scenario.GENERATED}
+    assert [c.error for c in found.everything() if not c.ok] == []
+    assert {len(c.token_ids) for c in found.everything()} == {scenario.GENERATED}
     for length, runs in zip(PROMPT_LENGTHS, found.by_prompt(), strict=True):
         assert {len(c.prompt_logprobs) for c in runs} == {length - 1}
 
@@ -136,10 +136,4 @@ def test_nothing_more_than_stock_is_compiled_while_serving(answers, servers, var
     log = servers[variant].log_text()
     if "Kernel JIT monitor activated" not in log:
         pytest.skip("vLLM's JIT monitor is off in these servers (--enforce-eager)")
-    compiled = servers[variant].jit_kernels()
-    assert set(compiled) <= set(servers["stock"].jit_kernels())
-    after_warm_up = compiled[len(answers[variant].warm_jit) :]
-    stock_after_warm_up = servers["stock"].jit_kernels()[
-        len(answers["stock"].warm_jit) :
-    ]
-    assert set(after_warm_up) <= set(stock_after_warm_up)
+    assert compiled_beyond_stock(servers, answers, variant) == set()

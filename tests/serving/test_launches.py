@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Each launch of the table: stock, patched and opt-in answer alike.
+
+Rows may run side by side on one GPU: ``-n 3``; ``-k`` picks some by name.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+from dataclasses import asdict
+
+import pytest
+from serving import judge, scenario
+from serving.client import metrics, open_session
+from serving.compare import between
+from serving.launches import LAUNCHES, Launch
+from serving.probe import read_records
+from serving.server import VARIANTS, Server
+
+pytestmark = pytest.mark.gpu
+
+
+# What compilers leave in a cache.
+BINARIES = (".cubin", ".ptx", ".so", ".o")
+
+
+@contextlib.contextmanager
+def running(launch: Launch, start_server, prefix: str, **env: str):
+    """The three variants of a launch, side by side."""
+    fields = launch.server_arguments() | {"model": launch.model}
+    fields["extra_env"] = {**launch.env, **env}
+    started = {
+        variant: start_server(f"{prefix}-{variant}", variant, **fields)
+        for variant in VARIANTS
+    }
+    try:
+        for server in started.values():
+            server.wait_ready()
+        yield started
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+@pytest.fixture
+def servers(launch, sm90_gpus, start_server):
+    if launch.never:
+        pytest.skip(launch.never)
+    if launch.package:
+        pytest.importorskip(launch.package)
+    if sm90_gpus < launch.gpus:
+        pytest.skip(f"needs {launch.gpus} SM90 GPUs of one host, found {sm90_gpus}")
+    with running(launch, start_server, launch.name) as started:
+        yield started
+
+
+async def _drafts(server: Server) -> tuple[int, int]:
+    async with open_session() as session:
+        found = await metrics(session, server.url)
+    names = ("draft_tokens", "accepted_tokens")
+    return tuple(int(found[f"vllm:spec_decode_num_{name}_total"]) for name in names)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
+def test_launch(launch, servers, report_dir):
+    answers = scenario.ask(servers, launch.ask)
+    calls = {name: read_records(s.log_path.parent) for name, s in servers.items()}
+    drafts = {name: asyncio.run(_drafts(s)) for name, s in servers.items()}
+    complaints = [
+        *judge.judge_answers(answers),
+        *judge.judge_masked_mha(calls, launch.masked),
+        *judge.judge_logs(servers, answers),
+    ]
+    if "--speculative-config" in launch.args:
+        complaints += judge.judge_acceptance(drafts)
+    if report_dir is not None:
+        report = {
+            variant: {
+                "masked MHA calls": len(calls[variant]),
+                "drafted, accepted": drafts[variant],
+                "compiled while serving": server.jit_kernels(),
+            }
+            for variant, server in servers.items()
+        }
+        if all(c.ok for found in answers.values() for c in found.everything()):
+            stock = answers["stock"].by_prompt()
+            report["budget"] = asdict(scenario.noise_budget(stock))
+            for variant, found in answers.items():
+                pairs = zip(stock, found.by_prompt(), strict=True)
+                differences = [asdict(between(a, b)) for a, b in pairs]
+                report[variant]["differences"] = differences
+        path = report_dir / f"launch-{launch.name}.json"
+        path.write_text(json.dumps(report | {"complaints": complaints}, indent=1))
+    assert complaints == []
+
+
+def test_one_compile_cache(sm90_gpus, start_server, tmp_path):
+    """Three variants share a cache, twice: no wrong hits, and nothing compiled anew."""
+    cache = {
+        name: str(tmp_path / name)
+        for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    }
+    ask = functools.partial(scenario.ask_server, lengths=(300, 2900))
+    binaries = []
+    for start in ("first", "second"):
+        prefix = f"compile-cache-{start}"
+        with running(Launch(prefix), start_server, prefix, **cache) as started:
+            assert judge.judge_answers(scenario.ask(started, ask)) == []
+        found = {path for path in tmp_path.rglob("*") if path.suffix in BINARIES}
+        binaries.append({str(path.relative_to(tmp_path)) for path in found})
+    assert binaries[0], "no compiler left anything where it was told to"
+    assert sorted(binaries[1] - binaries[0]) == []
