@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 SOURCE := .venv/vllm-source
 
-.PHONY: run test test-gpu test-codegen test-patched test-stock mutants lint codegen-latest wheel gpu-report
+.PHONY: run test test-gpu test-launches test-codegen test-patched test-stock mutants lint codegen-latest wheel gpu-report
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
@@ -22,6 +22,10 @@ test: $(INSTALLED)
 test-gpu: export VLLM_SPARSE_MLA_SM90 = 1
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest --gpu -rs $(ARGS)
+
+# Each launch of docs/launches.md, stock, patched and opt-in, three launches at a time.
+test-launches: $(INSTALLED)
+	$(BIN)/python -m pytest --gpu -m extra -rs -n 3 tests/serving/test_launches.py $(ARGS)
 
 # What takes minutes more than `make test` should: every compiled variant of the SM100
 # kernels, and the suite on a tree with the exported patches applied.

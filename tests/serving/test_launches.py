@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Each launch of the table: stock, patched and opt-in answer alike.
 
-Rows may run side by side on one GPU: ``-n 3``; ``-k`` picks some by name.
+Three rows at a time fit one GPU: ``make test-launches``; ``ARGS="-k mtp"`` picks some.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from serving.launches import LAUNCHES, Launch
 from serving.probe import read_records
 from serving.server import VARIANTS, Server
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.extra]
 
 
 # What compilers leave in a cache.
