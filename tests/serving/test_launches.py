@@ -15,8 +15,9 @@ import pytest
 from serving import judge, scenario
 from serving.client import metrics, open_session
 from serving.compare import between
-from serving.launches import LAUNCHES, Launch
-from serving.probe import read_records
+from serving.launches import LAUNCHES, MODEL, Launch
+from serving.offline import OfflineRun
+from serving.probe import probe_environment, read_records
 from serving.server import VARIANTS, Server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.extra]
@@ -112,3 +113,33 @@ def test_one_compile_cache(sm90_gpus, start_server, tmp_path):
         binaries.append({str(path.relative_to(tmp_path)) for path in found})
     assert binaries[0], "no compiler left anything where it was told to"
     assert sorted(binaries[1] - binaries[0]) == []
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_offline(method, sm90_gpus, model_folder, tmp_path):
+    """The engine of `LLM` is in a process that is forked or spawned."""
+    started = {}
+    for variant in VARIANTS:
+        folder = tmp_path / variant
+        environment = probe_environment(folder, all_lengths=True)
+        environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] = method
+        run = OfflineRun(
+            *(model_folder(MODEL), variant, folder / "log"), extra_env=environment
+        )
+        started[variant] = run.start()
+    try:
+        answers = {name: run.wait_answers() for name, run in started.items()}
+    finally:
+        for run in started.values():
+            run.stop()
+    calls = {name: read_records(tmp_path / name) for name in VARIANTS}
+    active = {name: run.active_pids() for name, run in started.items()}
+    assert judge.judge_answers(answers) == []
+    assert judge.judge_masked_mha(calls, True) == []
+    # The caller's process, and the engine's.
+    assert {name: len(set(pids)) for name, pids in active.items()} == {
+        "stock": 0,
+        "patched": 2,
+        "opt-in": 2,
+    }
+    assert all(len(set(pids)) == len(pids) for pids in active.values())
