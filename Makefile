@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 SOURCE := .venv/vllm-source
 
-.PHONY: run test test-gpu test-launches test-codegen test-patched test-stock mutants lint codegen-latest wheel gpu-report
+.PHONY: run test test-gpu test-launches test-codegen test-patched test-external test-stock mutants lint codegen-latest wheel gpu-report
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
@@ -35,6 +35,11 @@ test-codegen: $(INSTALLED)
 test-patched: export VLLM_SOURCE = $(abspath $(SOURCE))
 test-patched: $(INSTALLED) $(SOURCE)
 	$(BIN)/python -m pytest -m extra tests/upstream $(ARGS)
+
+# vLLM's own tests of what is replaced, from the same distribution, stock and here.
+test-external: export VLLM_SOURCE = $(abspath $(SOURCE))
+test-external: $(INSTALLED) $(SOURCE)
+	$(BIN)/python tests/external/external.py $(ARGS)
 
 # GPU tests and benchmarks on the GPU that is here, and its page in docs/results.
 gpu-report: export VLLM_SPARSE_MLA_SM90 = 1
