@@ -109,6 +109,7 @@ LAUNCHES = (
     Launch("text", text=True, ask=request_sets.ask_text),
     Launch("glm5", model="tiny-glm5"),
     Launch("glm5-mtp-3", _mtp(3), model="tiny-glm5"),
+    Launch("glm5-flash", model="tiny-glm5-flash"),
     Launch("prefill-flash-attn", _prefill_backend("FLASH_ATTN")),
     Launch("prefill-flashinfer", _prefill_backend("FLASHINFER"), never=_SM100_PREFILL),
     Launch(

@@ -107,6 +107,7 @@ ROWS = {
     "text": {"tokenizer": True},
     "glm5": {},
     "glm5-mtp-3": {"drafts": 3},
+    "glm5-flash": {},
     "prefill-flash-attn": {"prefill": "FLASH_ATTN"},
     "prefill-flashinfer": {"prefill": "FLASHINFER"},
     "prefill-trtllm-ragged": {"prefill": "TRTLLM_RAGGED"},

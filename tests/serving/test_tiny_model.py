@@ -48,7 +48,7 @@ def init(self, *, prefix, kv_b_proj, **kwargs):
     self.impl = None
     self.layer_name = prefix
     for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "num_heads"):
-        setattr(self, name, kwargs[name])
+        setattr(self, name, kwargs.get(name))
 
 MLAAttention.__init__ = init
 moe.select_unquantized_moe_backend = lambda **_: (UnquantizedMoeBackend.OOT, None)
@@ -75,8 +75,11 @@ with set_current_vllm_config(config):
     initialize_model_parallel(1, 1)
     from vllm.models.deepseek_v32.nvidia.model import DeepseekV32ForCausalLM
     from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP
+    from vllm.models.glm5next import Glm5NextForCausalLM
 
-    models = [DeepseekV32ForCausalLM(vllm_config=config)]
+    flash = model_config.architecture == "Glm5NextForCausalLM"
+    architecture = Glm5NextForCausalLM if flash else DeepseekV32ForCausalLM
+    models = [architecture(vllm_config=config)]
     if speculative:
         models.append(DeepseekV32MTP(vllm_config=config))
 weights = load_file(f"{folder}/model.safetensors")
@@ -90,7 +93,12 @@ for model in models:
 print("loaded", *(len(list(model.parameters())) for model in models))
 """
 # Of the model and of its draft. Beside names this counts layers without an indexer.
-PARAMETERS = {"tiny": "45", "tiny-moe": "49 24", "tiny-glm5": "63 24"}
+PARAMETERS = {
+    "tiny": "45",
+    "tiny-moe": "49 24",
+    "tiny-glm5": "63 24",
+    "tiny-glm5-flash": "57",
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Write a DeepSeek-V3.2- or GLM-5-style model with random weights, without a hub.
+"""Write a model like DeepSeek-V3.2 or GLM-5 with random weights, without a hub.
 
     vllm-sparse-mla tiny-model tiny-128h OUT_DIR
 
@@ -19,9 +19,10 @@ token at hand, in the model and in its drafts: some drafts are accepted, not all
 
 import json
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,6 +37,11 @@ INDEX_N_HEADS = 64
 INDEX_HEAD_DIM = 128
 QUERY_GAIN = 3.0
 EXPERT_WIDTH = 128
+# Of GLM-5.3-Flash: keys that its indexer pools, and its linear attention.
+INDEX_KPOOL = 16
+LINEAR_HEADS = 8
+LINEAR_HEAD_DIM = 128
+LINEAR_CONV = 4
 # Rounding may send a token to another expert; what changes then should be little.
 EXPERT_GAIN = 0.25
 # Half of the greedy tokens are the next id, and half of the drafts are right.
@@ -51,6 +57,8 @@ class Family:
     qk_nope_head_dim: int
     v_head_dim: int
     index_n_heads: int
+    qk_rope_head_dim: int = QK_ROPE_HEAD_DIM
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 DEEPSEEK_V32 = Family(
@@ -61,6 +69,22 @@ DEEPSEEK_V32 = Family(
     INDEX_N_HEADS,
 )
 GLM_5 = Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", 192, 256, 32)
+# Without its vision tower and its several residual streams.
+GLM_5_3_FLASH = Family(
+    "Glm5NextForCausalLM",
+    "glm5_next_text",
+    *(256, 256, 32, 0),
+    {
+        "pad_token_id": None,
+        "mhc": False,
+        "mla_use_nope": True,
+        "indexer_rope_interleave": True,
+        "index_kpool": INDEX_KPOOL,
+        "linear_num_heads": LINEAR_HEADS,
+        "linear_head_dim": LINEAR_HEAD_DIM,
+        "linear_conv_kernel_dim": LINEAR_CONV,
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +104,8 @@ class ModelSpec:
         num_experts: Routed experts of every layer but the first; 0 leaves all dense.
         num_mtp_layers: Layers for multi-token prediction.
         index_topk_pattern: A letter a layer: "F" has an indexer, "S" shares that of
-            the layer before it. Empty stands for an indexer in each.
+            the layer before it, "L" is linear attention (GLM-5.3-Flash alone). Empty
+            stands for an indexer in each.
     """
 
     hidden_size: int
@@ -119,6 +144,12 @@ SPECS = {
         num_mtp_layers=1,
         index_topk_pattern="FFSS",
     ),
+    "tiny-glm5-flash": ModelSpec(
+        *(512, 64, 512, 512, 3, 512),
+        family=GLM_5_3_FLASH,
+        num_experts=8,
+        index_topk_pattern="LFF",
+    ),
 }
 
 
@@ -147,7 +178,7 @@ def make_config(spec: ModelSpec) -> dict:
         "q_lora_rank": spec.q_lora_rank,
         "kv_lora_rank": KV_LORA_RANK,
         "qk_nope_head_dim": family.qk_nope_head_dim,
-        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
+        "qk_rope_head_dim": family.qk_rope_head_dim,
         "v_head_dim": family.v_head_dim,
         "index_topk": spec.index_topk,
         "index_n_heads": family.index_n_heads,
@@ -175,9 +206,13 @@ def make_config(spec: ModelSpec) -> dict:
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
         }
-    if spec.index_topk_pattern:
+    if family is GLM_5_3_FLASH:
+        kinds = {"L": "linear_attention", "F": "indexed_attention"}
+        config["layer_types"] = [kinds[letter] for letter in spec.index_topk_pattern]
+        config["mlp_layer_types"] = ["dense", *["sparse"] * (layers - 1)]
+    elif spec.index_topk_pattern:
         config["index_topk_pattern"] = spec.index_topk_pattern
-    return config
+    return config | family.config
 
 
 def iter_tensor_shapes(
@@ -203,29 +238,11 @@ def iter_tensor_shapes(
 def _layer_shapes(
     spec: ModelSpec, layer: int
 ) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    hidden, heads, family = spec.hidden_size, spec.num_attention_heads, spec.family
-    qk_head_dim = family.qk_nope_head_dim + QK_ROPE_HEAD_DIM
-    kv_b_dim = family.qk_nope_head_dim + family.v_head_dim
-    index_dim = family.index_n_heads * INDEX_HEAD_DIM
+    hidden = spec.hidden_size
     yield "input_layernorm.weight", (hidden,), 0.0
     yield "post_attention_layernorm.weight", (hidden,), 0.0
-    attention = [
-        ("q_a_proj.weight", (spec.q_lora_rank, hidden), 1.0),
-        ("q_a_layernorm.weight", (spec.q_lora_rank,), 0.0),
-        ("q_b_proj.weight", (heads * qk_head_dim, spec.q_lora_rank), QUERY_GAIN),
-        ("kv_a_proj_with_mqa.weight", (KV_LORA_RANK + QK_ROPE_HEAD_DIM, hidden), 1.0),
-        ("kv_a_layernorm.weight", (KV_LORA_RANK,), 0.0),
-        ("kv_b_proj.weight", (heads * kv_b_dim, KV_LORA_RANK), 1.0),
-        ("o_proj.weight", (hidden, heads * family.v_head_dim), 1.0),
-    ]
-    if spec.index_topk_pattern[layer : layer + 1] != "S":
-        attention += [
-            ("indexer.wq_b.weight", (index_dim, spec.q_lora_rank), 1.0),
-            ("indexer.wk.weight", (INDEX_HEAD_DIM, hidden), 1.0),
-            ("indexer.k_norm.weight", (INDEX_HEAD_DIM,), 0.0),
-            ("indexer.k_norm.bias", (INDEX_HEAD_DIM,), 0.0),
-            ("indexer.weights_proj.weight", (family.index_n_heads, hidden), 1.0),
-        ]
+    linear = spec.index_topk_pattern[layer : layer + 1] == "L"
+    attention = _linear_shapes(hidden) if linear else _mla_shapes(spec, layer)
     yield from ((f"self_attn.{name}", shape, gain) for name, shape, gain in attention)
     if not spec.num_experts or layer == 0:
         yield from _mlp_shapes("mlp", hidden, spec.intermediate_size)
@@ -237,6 +254,49 @@ def _layer_shapes(
         yield from _mlp_shapes(
             f"mlp.experts.{expert}", hidden, EXPERT_WIDTH, EXPERT_GAIN
         )
+
+
+def _mla_shapes(
+    spec: ModelSpec, layer: int
+) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    hidden, heads, family = spec.hidden_size, spec.num_attention_heads, spec.family
+    qk_head_dim = family.qk_nope_head_dim + family.qk_rope_head_dim
+    kv_a_dim = KV_LORA_RANK + family.qk_rope_head_dim
+    kv_b_dim = family.qk_nope_head_dim + family.v_head_dim
+    index_dim = family.index_n_heads * INDEX_HEAD_DIM
+    yield "q_a_proj.weight", (spec.q_lora_rank, hidden), 1.0
+    yield "q_a_layernorm.weight", (spec.q_lora_rank,), 0.0
+    yield "q_b_proj.weight", (heads * qk_head_dim, spec.q_lora_rank), QUERY_GAIN
+    yield "kv_a_proj_with_mqa.weight", (kv_a_dim, hidden), 1.0
+    yield "kv_a_layernorm.weight", (KV_LORA_RANK,), 0.0
+    yield "kv_b_proj.weight", (heads * kv_b_dim, KV_LORA_RANK), 1.0
+    yield "o_proj.weight", (hidden, heads * family.v_head_dim), 1.0
+    if spec.index_topk_pattern[layer : layer + 1] == "S":
+        return
+    yield "indexer.wq_b.weight", (index_dim, spec.q_lora_rank), 1.0
+    yield "indexer.wk.weight", (INDEX_HEAD_DIM, hidden), 1.0
+    yield "indexer.k_norm.weight", (INDEX_HEAD_DIM,), 0.0
+    yield "indexer.k_norm.bias", (INDEX_HEAD_DIM,), 0.0
+    yield "indexer.weights_proj.weight", (family.index_n_heads, hidden), 1.0
+    if family is GLM_5_3_FLASH:
+        pool = (INDEX_KPOOL, INDEX_HEAD_DIM)
+        yield "indexer.index_kpool_compress_ape", pool, 1.0
+        yield "indexer.index_kpool_compress_gate", (INDEX_HEAD_DIM, hidden), 1.0
+
+
+def _linear_shapes(hidden: int) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    width = LINEAR_HEADS * LINEAR_HEAD_DIM
+    for name in "qkv":
+        yield f"{name}_proj.weight", (width, hidden), 1.0
+        yield f"{name}_conv1d.weight", (width, 1, LINEAR_CONV), 1.0
+    yield "b_proj.weight", (LINEAR_HEADS, hidden), 1.0
+    for name in "fg":
+        yield f"{name}_a_proj.weight", (LINEAR_HEAD_DIM, hidden), 1.0
+        yield f"{name}_b_proj.weight", (width, LINEAR_HEAD_DIM), 1.0
+    yield "dt_bias", (width,), 0.0
+    yield "A_log", (LINEAR_HEADS,), 1.0
+    yield "o_norm.weight", (LINEAR_HEAD_DIM,), 0.0
+    yield "o_proj.weight", (hidden, width), 1.0
 
 
 def _mlp_shapes(
