@@ -8,13 +8,24 @@ import json
 import pytest
 from aiohttp import web
 from serving.client import (
+    chat,
     complete,
+    metrics,
     open_session,
     running_requests,
     stream,
 )
 from serving.server import free_port
 
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionLogProb,
+    ChatCompletionLogProbs,
+    ChatCompletionLogProbsContent,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+)
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionLogProbs,
     CompletionRequest,
@@ -32,6 +43,8 @@ METRICS = """\
 vllm:num_requests_running{engine="0",model_name="model"} 2.0
 vllm:num_requests_waiting{engine="0",model_name="model"} 1.0
 vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a b"} 4.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="a b"} 3.0
 """
 
 
@@ -86,6 +99,34 @@ async def _completions(http: web.Request) -> web.StreamResponse:
     return response
 
 
+async def _chat(http: web.Request) -> web.Response:
+    request = ChatCompletionRequest(**await http.json())
+    # Raises where vLLM would refuse the request.
+    request.to_sampling_params(2, {})
+    assert request.messages == [{"role": "user", "content": "hi"}]
+    assert request.ignore_eos and request.return_token_ids
+    tokens = [(-0.5, -1.5), (-0.25, -0.5)]
+    content = [
+        ChatCompletionLogProbsContent(
+            token="a",
+            logprob=best,
+            top_logprobs=[
+                ChatCompletionLogProb(token="a", logprob=logprob)
+                for logprob in (best, second)
+            ],
+        )
+        for best, second in tokens
+    ]
+    choice = ChatCompletionResponseChoice(
+        index=0,
+        message=ChatMessage(role="assistant", content="aa"),
+        logprobs=ChatCompletionLogProbs(content=content),
+        token_ids=[3, 4],
+    )
+    answer = ChatCompletionResponse(model="model", choices=[choice], usage=_usage())
+    return web.json_response(text=answer.model_dump_json())
+
+
 async def _metrics(http: web.Request) -> web.Response:
     return web.Response(text=METRICS)
 
@@ -97,6 +138,7 @@ def ask():
     async def run(function):
         app = web.Application()
         app.router.add_post("/v1/completions", _completions)
+        app.router.add_post("/v1/chat/completions", _chat)
         app.router.add_get("/metrics", _metrics)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -124,6 +166,14 @@ def test_complete(ask, score_prompt):
     assert found.prompt_logprobs == ([-2.0, -3.0] if score_prompt else [])
     assert found.cached_tokens == 64
     assert found.seconds > 0
+
+
+def test_chat(ask):
+    found = ask(lambda session, url: chat(session, url, "hi", 2, salt="s"))
+    assert found.ok
+    assert found.token_ids == [3, 4]
+    assert found.logprobs == [-0.5, -0.25]
+    assert found.gaps == [1.0, 0.25]
 
 
 def test_stream(ask):
@@ -156,3 +206,9 @@ def test_no_server_is_an_answer(ask, request_one):
 
 def test_running_requests(ask):
     assert ask(running_requests) == 3
+
+
+def test_metrics_are_added_up(ask):
+    found = ask(metrics)
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == 7
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == 0
