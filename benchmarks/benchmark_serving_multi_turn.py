@@ -38,6 +38,7 @@ from bench_common import plain_parser, save_csv, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
 from serving.probe import read_gpu_memory, read_records
+from serving.rounds import compared_rows
 from serving.server import Server
 from serving.servers import add_server_options, running_servers, setting_of
 
@@ -256,22 +257,7 @@ async def measure(
 
 def make_rows(found: dict[tuple[int, str], list[Round]]) -> list[dict]:
     """A row for each turn length, measure and variant; stock is among these."""
-    rows = []
-    for (tokens, variant), rounds in found.items():
-        # All rounds together, and then one by one.
-        mine, stock = (
-            [r.measures() for r in (merged(group), *group)]
-            for group in (rounds, found[tokens, "stock"])
-        )
-        for name, value in mine[0].items():
-            row = {"turn tokens": tokens, "measure": name, "variant": variant}
-            row |= {"value": value, "/ stock": "", "least": "", "greatest": ""}
-            if name not in COUNTS:
-                ratio, *by_round = (m[name] / s[name] for m, s in zip(mine, stock))
-                row |= {"/ stock": ratio}
-                row |= {"least": min(by_round), "greatest": max(by_round)}
-            rows.append(row)
-    return rows
+    return compared_rows(found, "turn tokens", merged, COUNTS)
 
 
 def main() -> None:

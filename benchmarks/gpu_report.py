@@ -64,6 +64,7 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("benchmark_serving_load", "--seconds", "30", "--warm-up", "30"),
             *("--variants", variants),
         ],
+        "serving-day": ["benchmark_serving_day", "--variants", ends],
         # Rounds of the same server differ by several percent: many short ones.
         "serving-multi-turn": [
             *("benchmark_serving_multi_turn", "--variants", ends),

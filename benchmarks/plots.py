@@ -141,6 +141,18 @@ def _ttft(frame: pd.DataFrame) -> tuple[str, Figure]:
     return f"vllm serve, {frame['model'].iloc[0]}", grid.figure
 
 
+def _day(frame: pd.DataFrame) -> tuple[str, Figure]:
+    frame = frame[frame["measure"].str.endswith(" ms")]
+    grid = sns.relplot(
+        frame, kind="line", x="rate", y="value", hue="variant", style="variant",
+        col="measure", markers=True, dashes=False, height=2.6,
+        facet_kws={"sharey": False},
+    )  # fmt: skip
+    grid.set_axis_labels("requests a second", "milliseconds")
+    grid.set_titles("{col_name}")
+    return f"A mix of requests, {frame['model'].iloc[0]}", grid.figure
+
+
 def _profile(frame: pd.DataFrame) -> tuple[str, Figure]:
     groups = [*GROUPS, OTHER]
     frame = frame[frame["kernel"].isna() & frame["group"].isin(groups)]
@@ -160,6 +172,7 @@ PLOTS = {
     "benchmark_mha_layout": _layout,
     "benchmark_first_call": _first_call,
     "benchmark_serving_ttft": _ttft,
+    "benchmark_serving_day": _day,
     "benchmark_prefill_profile": _profile,
 }
 

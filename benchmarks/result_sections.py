@@ -323,6 +323,16 @@ MAY_BE_SLOWER = 0.03  # than stock, as a share of its time or rate
 
 def multi_turn(rows: Rows) -> str:
     """Numbers of a multi-turn server by variant, and which are worse than stock's."""
+    return _compared(rows, "turn tokens", "turns of {}")
+
+
+def day(rows: Rows) -> str:
+    """The same of servers under a day's mix of requests."""
+    return _compared(rows, "rate", "{} requests/s sent")
+
+
+def _compared(rows: Rows, place: str, words: str) -> str:
+    """Rows of ``compared_rows``; ``words`` say a place in a sentence."""
 
     def cell(row: dict) -> str:
         if row["/ stock"] == "":
@@ -334,12 +344,7 @@ def multi_turn(rows: Rows) -> str:
         ratio, least, greatest = (f"{float(row[name]):.3f}" for name in names)
         return f"{value} ({ratio}; {least} to {greatest})"
 
-    names = ("turn tokens", "measure")
-    return f"{markdown(pivot(rows, names, 'variant', cell))}\n\n{_verdict(rows)}"
-
-
-def _verdict(rows: Rows) -> str:
-    """What the last variant is slower in than stock."""
+    # What the last variant is slower in than stock.
     variant = rows[-1]["variant"]
     worse = []
     for row in rows:
@@ -348,10 +353,11 @@ def _verdict(rows: Rows) -> str:
             slower = 1 - ratio if row["measure"].endswith("/s") else ratio - 1
             # For want of answers a ratio may be no number, which is no better.
             if not slower <= MAY_BE_SLOWER:
-                tokens = row["turn tokens"]
-                worse.append(f"{row['measure']}, turns of {tokens} ({ratio:.3f})")
-    where = f": {'; '.join(worse)}" if worse else " nowhere"
-    return f"Slower than stock by more than 3 %, `{variant}`{where}."
+                where = words.format(row[place])
+                worse.append(f"{row['measure']}, {where} ({ratio:.3f})")
+    found = f": {'; '.join(worse)}" if worse else " nowhere"
+    table = markdown(pivot(rows, (place, "measure"), "variant", cell))
+    return f"{table}\n\nWorse than stock by more than 3 %, `{variant}`{found}."
 
 
 def tests(rows: Rows) -> str:

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Is a day of mixed requests served worse for the opt-in, at any rate?
+
+    python3 benchmarks/benchmark_serving_day.py --csv day.csv --plot day.svg
+
+``vllm bench serve`` sends prompts of 1024 to 16384 tokens that ask for 1 to 256, both
+as likely in each octave. Each begins with one of four system prompts, which the prefix
+cache holds; the rest is new. They arrive at random, at three rates in turn. Beside
+them a twentieth as many requests are given up by their client, while their prompt is
+computed or after a few tokens.
+
+Every server gets the same requests, one server at a time, the variants in turn in each
+of several rounds, after a warm-up that is not measured. Percentiles are over all
+rounds: of the milliseconds to the first token, and between two tokens. In brackets:
+this over stock, and the least and greatest of that among the rounds. ``left`` are
+requests that a server went on with though all were answered or given up, ``compiled``
+kernels that vLLM's JIT monitor saw after the warm-up, ``tensors`` what they occupy on
+the GPU.
+
+By default one GPU does the work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in
+four layers and without the all-reduces. Needs an SM90 GPU, and the package and vLLM's
+``bench`` extra installed. Ends with 1 if a request failed or was left.
+"""
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import random
+import string
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from bench_common import plain_parser, save_results, with_progress
+from result_sections import day
+from serving.client import open_session, running_requests, stream
+from serving.probe import read_gpu_memory, read_records
+from serving.rounds import compared_rows
+from serving.server import MODEL_NAME, Server
+from serving.servers import add_server_options, running_servers, setting_of
+
+# In this model's vocabulary each of these is a token by itself.
+LETTERS = (string.ascii_uppercase + string.digits).replace("I", "")
+SYSTEM_PROMPTS, SYSTEM_TOKENS = 4, 768
+PROMPT_TOKENS = (1024, 16384)
+ANSWER_TOKENS = (1, 256)
+GIVEN_UP = 0.05  # of the requests that are answered
+GIVEN_UP_AFTER_S = 0.03  # or after some tokens
+WARM_UP = 0.25  # of a round
+MAX_MODEL_LEN = sum(length[1] for length in (PROMPT_TOKENS, ANSWER_TOKENS))
+KV_CACHE_GIB = 8.0
+COUNTS = ("failed", "given up", "left", "masked MHA calls", "compiled")
+
+
+def _text(tokens: int, generator: random.Random) -> str:
+    return "".join(generator.choices(LETTERS, k=tokens))
+
+
+def _length(bounds: tuple[int, int], generator: random.Random) -> int:
+    """A length for which each octave is as likely."""
+    low, high = np.log2(bounds)
+    return round(2 ** generator.uniform(low, high))
+
+
+def make_requests(count: int, seed: int) -> list[dict]:
+    """Requests as vLLM's custom dataset has them: a text and how many tokens to make.
+
+    Args:
+        count: how many.
+        seed: of all but the system prompts; no two rounds may share one.
+    """
+    system = [_text(SYSTEM_TOKENS, random.Random(i)) for i in range(SYSTEM_PROMPTS)]
+    generator = random.Random(f"requests {seed}")
+    requests = []
+    for _ in range(count):
+        new = _length(PROMPT_TOKENS, generator) - SYSTEM_TOKENS
+        prompt = generator.choice(system) + _text(new, generator)
+        tokens = _length(ANSWER_TOKENS, generator)
+        requests.append({"prompt": prompt, "output_tokens": tokens})
+    return requests
+
+
+@dataclass
+class Round:
+    """What one server answered to one round at one rate.
+
+    Attributes:
+        seconds: from the first request to the last answer.
+        ttft: seconds to the first token, of each answered request.
+        gaps: seconds between two tokens, of all requests.
+        tokens: that were generated.
+        failed: what requests that failed came to.
+        given_up: requests that their client gave up.
+        left: requests that the server had not ended at last.
+        masked: calls of FA4 with a mask, over all layers.
+        compiled: kernels, meanwhile.
+        tensors_mib: GPU memory that tensors occupy, as last seen.
+    """
+
+    seconds: float = 0.0
+    ttft: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    failed: list[str] = field(default_factory=list)
+    given_up: int = 0
+    left: int = 0
+    masked: int = 0
+    compiled: int = 0
+    tensors_mib: float = 0.0
+
+    def measures(self) -> dict[str, float]:
+        """Numbers for people, by name."""
+        found = {
+            "requests/s": len(self.ttft) / self.seconds,
+            "output tokens/s": self.tokens / self.seconds,
+        }
+        for name, seconds in (("TTFT", self.ttft), ("inter-token", self.gaps)):
+            for percent in (50, 99):
+                value = np.percentile(seconds, percent) if seconds else np.nan
+                found[f"{name} p{percent} ms"] = float(value) * 1e3
+        found["tensors MiB"] = self.tensors_mib
+        counts = (self.given_up, self.left, self.masked, self.compiled)
+        return found | dict(zip(COUNTS, (len(self.failed), *counts)))
+
+
+def merged(rounds: Sequence[Round]) -> Round:
+    """All rounds as one."""
+    whole = Round(tensors_mib=max(r.tensors_mib for r in rounds))
+    for found in rounds:
+        for name in vars(whole).keys() - {"tensors_mib"}:
+            setattr(whole, name, getattr(whole, name) + getattr(found, name))
+    return whole
+
+
+async def _bench_serve(server: Server, requests: list[dict], rate: float, seed: int):
+    """What ``vllm bench serve`` reports, with the times of each request."""
+    from vllm.benchmarks.serve import add_cli_args, main_async
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    dataset = server.log_path.with_name("requests.jsonl")
+    dataset.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    arguments = parser.parse_args(
+        [
+            *("--base-url", server.url, "--model", str(server.model)),
+            *("--served-model-name", MODEL_NAME, "--endpoint", "/v1/completions"),
+            *("--dataset-name", "custom", "--dataset-path", str(dataset)),
+            *("--custom-output-len", "-1", "--skip-chat-template"),
+            *("--num-prompts", str(len(requests)), "--request-rate", str(rate)),
+            *("--seed", str(seed), "--temperature", "0", "--ignore-eos"),
+            *("--save-detailed", "--disable-tqdm"),
+        ]
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        return await main_async(arguments)
+
+
+async def _give_up(session, url: str, requests: list[dict], seconds: float) -> None:
+    """Send requests, spread over some seconds, that their client does not wait for."""
+
+    async def send(number: int, prompt: str) -> None:
+        if number % 2:
+            await stream(session, url, prompt, ANSWER_TOKENS[1], stop_after=4)
+        else:
+            with contextlib.suppress(TimeoutError):
+                sent = stream(session, url, prompt, ANSWER_TOKENS[1])
+                await asyncio.wait_for(sent, GIVEN_UP_AFTER_S)
+
+    async with asyncio.TaskGroup() as group:
+        for number, request in enumerate(requests):
+            await asyncio.sleep(seconds / (len(requests) + 1))
+            group.create_task(send(number, request["prompt"]))
+
+
+async def _left(session, url: str) -> int:
+    """Requests that a server still has, a few seconds after the last."""
+    for _ in range(20):
+        left = await running_requests(session, url)
+        if left == 0:
+            break
+        await asyncio.sleep(0.25)
+    return left
+
+
+async def run_round(
+    session, server: Server, rate: float, seconds: float, seed: int
+) -> Round:
+    """Send the requests of one round to one server.
+
+    Args:
+        session: from ``open_session``.
+        server: gets them.
+        rate: requests a second.
+        seconds: for how long.
+        seed: no two rounds may share one.
+    """
+    count = max(1, round(rate * seconds))
+    requests = make_requests(count, 2 * seed)
+    given_up = make_requests(round(GIVEN_UP * count), 2 * seed + 1)
+    answers, _ = await asyncio.gather(
+        _bench_serve(server, requests, rate, seed),
+        _give_up(session, server.url, given_up, seconds),
+    )
+    ok = [not error for error in answers["errors"]]
+    return Round(
+        seconds=answers["duration"],
+        ttft=list(itertools.compress(answers["ttfts"], ok)),
+        gaps=sum(itertools.compress(answers["itls"], ok), []),
+        tokens=answers["total_output_tokens"],
+        failed=[error for error in answers["errors"] if error],
+        given_up=len(given_up),
+        left=await _left(session, server.url),
+    )
+
+
+async def measure(
+    servers: dict[str, Server],
+    folders: dict[str, Path],
+    rates: Sequence[float],
+    rounds: int,
+    seconds: float,
+) -> dict[tuple[float, str], list[Round]]:
+    """Rounds by rate and variant."""
+    found = {(rate, variant): [] for rate in rates for variant in servers}
+    # The warm-up is at the highest rate alone.
+    schedule = [(0, max(rates)), *itertools.product(range(1, rounds + 1), rates)]
+    async with open_session() as session:
+        for seed, (number, rate) in enumerate(with_progress(schedule, "rounds")):
+            # Every other round backwards: no variant always follows the same one.
+            for variant in list(servers)[:: 1 if number % 2 else -1]:
+                server, folder = servers[variant], folders[variant]
+                before = len(read_records(folder))
+                compiled = len(server.jit_kernels())
+                length = seconds if number else WARM_UP * seconds
+                answers = await run_round(session, server, rate, length, seed)
+                answers.masked = len(read_records(folder)) - before
+                answers.compiled = len(server.jit_kernels()) - compiled
+                seen = read_gpu_memory(folder)
+                answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
+                if number:
+                    found[rate, variant].append(answers)
+    return found
+
+
+def make_rows(found: dict[tuple[float, str], list[Round]]) -> list[dict]:
+    """A row for each rate, measure and variant; stock is among these."""
+    return compared_rows(found, "rate", merged, COUNTS)
+
+
+def main() -> None:
+    """Command line."""
+    parser = plain_parser(__doc__)
+    add_server_options(parser, "dsv32-16h", ranks=8)
+    parser.set_defaults(variants=["stock", "opt-in"])
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[4, 8, 16], metavar="R",
+        help="requests a second (default: 4 8 16)",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="that a round takes at one rate"
+    )
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    if min(*args.rates, args.rounds, args.seconds) <= 0:
+        parser.error("--rates, --rounds and --seconds must be above 0")
+    if args.variants[0] != "stock":
+        parser.error("--variants must begin with stock, which others are compared with")
+    with running_servers(
+        args, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB, tokenizer=True
+    ) as (servers, folders):
+        found = asyncio.run(
+            measure(servers, folders, args.rates, args.rounds, args.seconds)
+        )
+    rows = [setting_of(args) | row for row in make_rows(found)]
+    save_results(args, rows)
+    print(day(rows))
+    for (rate, variant), rounds in found.items():
+        for error in merged(rounds).failed[:3]:
+            print(f"{rate:g} requests/s, {variant}: {error}")
+    bad = [row for row in rows if row["measure"] in ("failed", "left") and row["value"]]
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
