@@ -6,39 +6,35 @@ from collections.abc import Sequence
 
 from result_tables import markdown, pivot
 
-from vllm_sparse_mla.codegen.table import widths_text
+from vllm_sparse_mla.codegen import CodegenRecord
+from vllm_sparse_mla.codegen.table import columns, widths_text
 
 Rows = Sequence[dict]
+CAUSAL = "192/128 causal"
 
 
-def _name(row: dict) -> str:
-    variant = row["variant"]
-    callback = "unmasked" if variant["callback"] == "none" else variant["callback"]
-    return callback + "+key_starts" * variant["key_starts"]
+def _name(record: CodegenRecord) -> str:
+    label = record.variant.callback_label
+    return "unmasked" if label == "none" else label
 
 
-def _kernel(row: dict) -> str:
-    variant = row["variant"]
-    mode = "causal" if variant["causal"] else "full"
-    return f"{variant['head_dim']}/{variant['head_dim_v']} {mode}"
+def _kernel(record: CodegenRecord) -> str:
+    v = record.variant
+    return f"{v.head_dim}/{v.head_dim_v} {'causal' if v.causal else 'full'}"
 
 
-def _loop(row: dict) -> int:
-    return sum(row["loop_opcodes"].values())
+def _place(record: CodegenRecord) -> dict[str, str]:
+    return {"kernel": _kernel(record), "callback": _name(record)}
 
 
-def _loads(row: dict, kind: str) -> str:
-    return widths_text({int(bits): n for bits, n in (row[kind] or {}).items()})
-
-
-def _kernels(rows: Rows, stock_kernel: bool = False) -> list[dict]:
+def _kernels(rows: Rows, stock_kernel: bool = False) -> list[CodegenRecord]:
     """FA4's kernels with LSE, the patch set's or stock's."""
     return [
-        row
-        for row in rows
-        if not row["variant"]["alone"]
-        and row["variant"]["lse"]
-        and row["variant"]["stock_kernel"] is stock_kernel
+        record
+        for record in map(CodegenRecord.from_dict, rows)
+        if not record.variant.alone
+        and record.variant.lse
+        and record.variant.stock_kernel is stock_kernel
     ]
 
 
@@ -49,27 +45,7 @@ def versions(rows: Rows) -> str:
 
 def compiled(rows: Rows) -> str:
     """Every kernel: instructions, loads, registers."""
-    return markdown(
-        [
-            {
-                "kernel": _kernel(row),
-                "callback": _name(row),
-                "SASS": row["instructions"],
-                "+mask": f"{row['added_instructions']:+d}",
-                "applied": row["applications"],
-                "loop": _loop(row),
-                "+loop": f"{sum(row['added_loop_opcodes'].values()):+d}"
-                if row["added_loop_opcodes"]
-                else "-",
-                "mask loads": _loads(row, "mask_loads"),
-                "PTX loads": _loads(row, "ptx_loads"),
-                "regs": row["registers"],
-                "local B": row["local_bytes"],
-                "LDL+STL": row["local_opcodes"],
-            }
-            for row in _kernels(rows)
-        ]
-    )
+    return markdown([_place(record) | columns(record) for record in _kernels(rows)])
 
 
 def beside_stock(rows: Rows) -> str:
@@ -77,32 +53,31 @@ def beside_stock(rows: Rows) -> str:
     names = ("stock_dense", "dense", "stock_offset", "offset+key_starts")
     return markdown(
         [
-            {
-                "kernel": _kernel(row),
-                "callback": _name(row),
-                "SASS instructions": row["instructions"],
-                "over unmasked": f"{row['added_instructions']:+d}",
-                "mask loads": _loads(row, "mask_loads"),
+            _place(record)
+            | {
+                "SASS instructions": record.instructions,
+                "over unmasked": f"{record.added_instructions:+d}",
+                "mask loads": widths_text(record.mask_loads),
             }
-            for row in _kernels(rows)
-            if _name(row) in names
+            for record in _kernels(rows)
+            if _name(record) in names
         ]
     )
 
 
 def diagonal(rows: Rows) -> str:
     """Softmax loop and kernel of 192/128 causal, stock's and with the edit."""
-    edited = {(_kernel(row), _name(row)): row for row in _kernels(rows)}
+    edited = {(_kernel(r), _name(r)): r for r in _kernels(rows)}
     table = []
     for stock in _kernels(rows, stock_kernel=True):
         ours = edited[_kernel(stock), _name(stock)]
         table.append(
             {
-                "192/128 causal": _name(stock),
-                "loop, stock": _loop(stock),
-                "loop, edited": _loop(ours),
-                "kernel, stock": stock["instructions"],
-                "kernel, edited": ours["instructions"],
+                CAUSAL: _name(stock),
+                "loop, stock": stock.loop_instructions,
+                "loop, edited": ours.loop_instructions,
+                "kernel, stock": stock.instructions,
+                "kernel, edited": ours.instructions,
             }
         )
     return markdown(table)
@@ -110,12 +85,14 @@ def diagonal(rows: Rows) -> str:
 
 def diagonal_prediction(rows: Rows) -> str:
     """What the loops alone would cost a long causal prefill."""
-
-    def loops(stock_kernel: bool) -> dict[str, int]:
-        found = _kernels(rows, stock_kernel)
-        return {_name(r): _loop(r) for r in found if _kernel(r) == "192/128 causal"}
-
-    stock, edited = loops(True), loops(False)
+    stock, edited = (
+        {
+            _name(record): record.loop_instructions
+            for record in _kernels(rows, stock_kernel)
+            if _kernel(record) == CAUSAL
+        }
+        for stock_kernel in (True, False)
+    )
     parts = []
     for name in ("dense", "offset+key_starts"):
         before, after = (100 * (x[name] / x["unmasked"] - 1) for x in (stock, edited))
@@ -135,14 +112,14 @@ def loop_opcodes(rows: Rows) -> str:
     """What each callback adds to the softmax loop of 192/128 without the diagonal."""
     named = ("FSEL", "R2P", "LOP3", "LDG", "SEL")
     table = []
-    for row in _kernels(rows):
-        added = row["added_loop_opcodes"]
-        if _kernel(row) == "192/128 full" and added:
+    for record in _kernels(rows):
+        added = record.added_loop_opcodes
+        if _kernel(record) == "192/128 full" and added:
             spills = added.get("LDL", 0) + added.get("STL", 0)
             shown = {name: added.get(name, 0) for name in named} | {"spills": spills}
             total = sum(added.values())
             other = total - sum(shown.values())
-            line = {"callback": _name(row), "added": total}
+            line = {"callback": _name(record), "added": total}
             table.append(line | shown | {"address and other": other})
     return markdown(table)
 
@@ -152,44 +129,33 @@ def alone(rows: Rows) -> str:
     return markdown(
         [
             {
-                "callback": _name(row),
-                "instructions": row["added_instructions"],
-                "loads": _loads(row, "mask_loads"),
+                "callback": _name(record),
+                "instructions": record.added_instructions,
+                "loads": widths_text(record.mask_loads),
             }
-            for row in rows
-            if row["variant"]["alone"] and row["variant"]["callback"] != "none"
+            for record in map(CodegenRecord.from_dict, rows)
+            if record.variant.alone and record.variant.callback != "none"
         ]
     )
 
 
 def compiled_sm90(rows: Rows) -> str:
     """Instructions of each kernel, in brackets those over the unmasked one."""
-
-    def cell(row: dict) -> str:
-        total = row["instructions"]
-        if row["variant"]["callback"] == "none":
-            return f"{total}"
-        return f"{total} ({row['added_instructions']:+d})"
-
-    rows = [
-        {"kernel": _kernel(row), "callback": _name(row)}
-        | {"LSE": "with" if row["variant"]["lse"] else "without", "cell": cell(row)}
-        for row in rows
-    ]
-    return markdown(pivot(rows, ("kernel", "LSE"), "callback", lambda r: r["cell"]))
+    table = []
+    for record in map(CodegenRecord.from_dict, rows):
+        over = f" ({record.added_instructions:+d})"
+        cell = f"{record.instructions}" + over * (_name(record) != "unmasked")
+        lse = {"LSE": "with" if record.variant.lse else "without"}
+        table.append(_place(record) | lse | {"cell": cell})
+    return markdown(pivot(table, ("kernel", "LSE"), "callback", lambda r: r["cell"]))
 
 
 def resources_sm90(rows: Rows) -> str:
     """Mask loads, registers and local memory of the kernels with LSE."""
+    names = ("mask loads", "regs", "local B")
     return markdown(
         [
-            {
-                "kernel": _kernel(row),
-                "callback": _name(row),
-                "mask loads": _loads(row, "mask_loads"),
-                "regs": row["registers"],
-                "local B": row["local_bytes"],
-            }
-            for row in _kernels(rows)
+            _place(record) | {name: columns(record)[name] for name in names}
+            for record in _kernels(rows)
         ]
     )

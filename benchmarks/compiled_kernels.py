@@ -14,11 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_sparse_mla.codegen import Variant, compile_variants
+from vllm_sparse_mla.codegen.records import LONG
 from vllm_sparse_mla.codegen.variants import every_variant, short_list
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
-# Long, and no page shows them.
-LEFT_OUT = ("opcodes", "added_opcodes", "cubin_bytes", "seconds")
 
 
 def sm100_variants() -> list[Variant]:
@@ -54,7 +53,7 @@ def main() -> None:
         lines = []
         for record in compile_variants(variants, arch):
             row = record.to_dict()
-            kept = {k: v for k, v in row.items() if k not in LEFT_OUT}
+            kept = {k: v for k, v in row.items() if k not in LONG}
             lines.append(json.dumps(kept) + "\n")
         (RESULTS / f"codegen-{name}.jsonl").write_text("".join(lines))
 

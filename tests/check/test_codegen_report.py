@@ -16,6 +16,7 @@ def _record(callback: str, mask_loads: dict[int, int], **changed) -> CodegenReco
         cubin_bytes=1,
         instructions=100,
         opcodes={},
+        loop_opcodes={},
         global_loads={},
         registers=128,
         local_bytes=0,
@@ -38,7 +39,7 @@ def _record(callback: str, mask_loads: dict[int, int], **changed) -> CodegenReco
 def test_real_16_byte_loads_hold(callback, loads):
     result = judge_record(_record(callback, loads))
     assert result.ok and result.judged
-    assert (result.vector_loads, result.word_loads) == (loads[128], loads.get(32, 0))
+    assert result.loads == (loads[128], loads.get(32, 0))
 
 
 @pytest.mark.parametrize(
@@ -63,4 +64,4 @@ def test_anything_else_fails(callback, loads, changed, problem):
 def test_stock_callbacks_are_reported_and_not_judged():
     result = judge_record(_record("stock_dense", {32: 8}))
     assert result.ok and not result.judged
-    assert (result.vector_loads, result.word_loads) == (0, 8)
+    assert result.loads == (0, 8)

@@ -32,27 +32,13 @@ class CallbackResult:
     """The mask's loads in one compiled kernel.
 
     Attributes:
-        callback: which callback; the stock ones are there to compare with.
-        causal: FA4's own causal masking besides it.
-        target: architecture that the kernel was built for.
-        instructions: SASS instructions of the kernel other than NOP.
-        applications: mask applications in the kernel's code.
-        vector_loads: 128-bit global loads over the unmasked kernel.
-        word_loads: 32-bit global loads over the unmasked kernel.
-        local_opcodes: local-memory instructions of the kernel, not judged: any
-            callback, stock or not, can make FA4's kernel spill a few registers.
-        judged: whether the callback is this project's, and so has to hold.
+        record: the kernel's.
+        judged: whether the callback is this project's, and so has to hold; the stock
+            ones are there to compare with.
         problem: what does not hold; empty if all does.
     """
 
-    callback: str
-    causal: bool
-    target: str
-    instructions: int
-    applications: int
-    vector_loads: int
-    word_loads: int
-    local_opcodes: int
+    record: CodegenRecord
     judged: bool
     problem: str = ""
 
@@ -60,8 +46,33 @@ class CallbackResult:
     def ok(self) -> bool:
         return not self.problem
 
+    @property
+    def loads(self) -> tuple[int, int]:
+        """Loads of 128 and of 32 bits over the unmasked kernel."""
+        found = self.record.mask_loads or {}
+        return found.get(128, 0), found.get(32, 0)
+
     def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok} | vars(self)
+        """For JSON.
+
+        Local-memory instructions are not judged: any callback, stock or not, can make
+        FA4's kernel spill a few registers.
+        """
+        record = self.record
+        vector_loads, word_loads = self.loads
+        return {
+            "ok": self.ok,
+            "callback": record.variant.callback_label,
+            "causal": record.variant.causal,
+            "target": record.target,
+            "instructions": record.instructions,
+            "applications": record.applications,
+            "vector_loads": vector_loads,
+            "word_loads": word_loads,
+            "local_opcodes": record.local_opcodes,
+            "judged": self.judged,
+            "problem": self.problem,
+        }
 
 
 def _problem(record: CodegenRecord) -> str:
@@ -86,19 +97,7 @@ def _problem(record: CodegenRecord) -> str:
 def judge_record(record: CodegenRecord) -> CallbackResult:
     """Judge one compiled variant; stock callbacks are reported only."""
     judged = record.variant.callback in _VECTOR_LOADS
-    loads = record.mask_loads or {}
-    return CallbackResult(
-        callback=record.variant.callback_label,
-        causal=record.variant.causal,
-        target=record.target,
-        instructions=record.instructions,
-        applications=record.applications,
-        vector_loads=loads.get(128, 0),
-        word_loads=loads.get(32, 0),
-        local_opcodes=record.local_opcodes,
-        judged=judged,
-        problem=_problem(record) if judged else "",
-    )
+    return CallbackResult(record, judged, _problem(record) if judged else "")
 
 
 def compile_callbacks(

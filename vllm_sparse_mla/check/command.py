@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from rich.console import Console
 
+from vllm_sparse_mla.tables import make_console
+
 if TYPE_CHECKING:
     from vllm_sparse_mla.check.codegen_report import CallbackResult
     from vllm_sparse_mla.check.environment import EnvironmentReport
@@ -191,8 +193,6 @@ def _capability(gpu: str | None) -> tuple[int, int]:
 @contextmanager
 def _progress() -> Iterator[_Progress]:
     """A spinner on a terminal; nothing in a pipe."""
-    from vllm_sparse_mla.check.render import make_console
-
     console = make_console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
@@ -262,7 +262,7 @@ def _answer_for_model(
         }
         typer.echo(json.dumps({"ok": env.ok} | report))
     else:
-        console = render.make_console()
+        console = make_console()
         render.print_environment(console, env)
         if serving is not None:
             render.print_serving(console, serving)
@@ -327,7 +327,5 @@ def command(
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
     else:
-        from vllm_sparse_mla.check.render import make_console
-
         _print(make_console(), report)
     raise typer.Exit(0 if report.ok else 1)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The check's results as tables, on a terminal and in a pipe."""
+"""The check's results as text and tables."""
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+
+from vllm_sparse_mla.tables import make_table
 
 # These import vLLM, which the process has to be prepared for first.
 if TYPE_CHECKING:
@@ -16,26 +15,6 @@ if TYPE_CHECKING:
     from vllm_sparse_mla.check.environment import EnvironmentReport, OverlayState
     from vllm_sparse_mla.check.prefill import StepResult
     from vllm_sparse_mla.check.serving_report import LengthRange, ServingReport
-
-# Wide enough for every table; a pipe has no width of its own.
-_PIPE_WIDTH = 132
-
-
-def make_console(stderr: bool = False) -> Console:
-    """A console that colours and redraws on a terminal only."""
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else _PIPE_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False)
-
-
-def _table(console: Console, title: str, *columns: str) -> Table:
-    style = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
-    table = Table(title=title, title_justify="left", box=style)
-    for name in columns:
-        # Names on the left, numbers on the right.
-        justify = "left" if name[0].isupper() else "right"
-        table.add_column(name.lower(), justify=justify)
-    return table
 
 
 def verdict(ok: bool, problem: str = "") -> str:
@@ -62,7 +41,7 @@ def print_environment(console: Console, report: "EnvironmentReport") -> None:
 
 def print_steps(console: Console, title: str, results: "Sequence[StepResult]") -> None:
     """Print the comparison of each step's prefill with the oracle."""
-    table = _table(
+    table = make_table(
         console,
         title,
         "step",
@@ -90,10 +69,10 @@ def print_steps(console: Console, title: str, results: "Sequence[StepResult]") -
 
 def print_callbacks(console: Console, results: "Sequence[CallbackResult]") -> None:
     """Print the mask's loads in each compiled kernel."""
-    table = _table(
+    table = make_table(
         console,
-        f"FA4 forward, 192/128, cross-compiled for {results[0].target}: loads that the "
-        "mask adds",
+        f"FA4 forward, 192/128, cross-compiled for {results[0].record.target}: loads "
+        "that the mask adds",
         "Callback",
         "Causal",
         "instructions",
@@ -104,14 +83,12 @@ def print_callbacks(console: Console, results: "Sequence[CallbackResult]") -> No
         "Verdict",
     )
     for result in results:
+        record = result.record
+        numbers = (record.instructions, record.applications, *result.loads)
         table.add_row(
-            result.callback,
-            "yes" if result.causal else "no",
-            str(result.instructions),
-            str(result.applications),
-            str(result.vector_loads),
-            str(result.word_loads),
-            str(result.local_opcodes),
+            record.variant.callback_label,
+            "yes" if record.variant.causal else "no",
+            *map(str, (*numbers, record.local_opcodes)),
             verdict(result.ok, result.problem) if result.judged else "to compare",
         )
     console.print(table)
@@ -153,12 +130,12 @@ def print_serving(console: Console, report: "ServingReport") -> None:
         f"Masked MHA: will be used, for sequences of these tokens, by {decides}",
         markup=False,
     )
-    table = _table(console, "", "Whole prompts", "With context")
+    table = make_table(console, "", "Whole prompts", "With context")
     table.add_row(_ranges(report.whole_prompts), _ranges(report.with_context))
     console.print(table)
     mib = report.workspace_bytes / 2**20
     sizes = report.workspace[0].longest_sequence
-    table = _table(
+    table = make_table(
         console,
         f"Mask workspace of {mib:.0f} MiB: longest sequence whose whole mask fits, in "
         "tokens.\nA longer one has its mask built range by range if it has context, "

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from vllm_sparse_mla.codegen.compiler import CodegenError, compile_variants
 from vllm_sparse_mla.codegen.disassembly import DisassemblerMissing
@@ -23,6 +22,7 @@ from vllm_sparse_mla.codegen.variants import (
     every_variant,
     short_list,
 )
+from vllm_sparse_mla.tables import make_console
 
 _HELP_CALLBACK = (
     f"{', '.join(CALLBACKS)}, or FILE.py:FUNCTION; repeatable. Default: all that the "
@@ -55,7 +55,7 @@ def command(
     ] = False,
 ) -> None:
     """Cross-compile FA4's masked kernels, with no GPU, and show facts of the code."""
-    console, errors = Console(), Console(stderr=True)
+    console, errors = make_console(), make_console(stderr=True)
     try:
         names = tuple(map(_resolve, callback)) if callback else None
         variants = [
@@ -80,7 +80,7 @@ def command(
         raise typer.Exit(1) from error
     if as_json:
         for record in records:
-            print(json.dumps(record.to_dict()), file=console.file)
+            typer.echo(json.dumps(record.to_dict()))
     elif records:
         show_records(records, console)
 

@@ -5,60 +5,41 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from vllm_sparse_mla.codegen.disassembly import Cubin
 from vllm_sparse_mla.codegen.variants import Variant
+
+# What a record that is kept for its tables can do without.
+LONG = {"opcodes": {}, "added_opcodes": {}, "cubin_bytes": 0, "seconds": 0.0}
 
 
 @dataclass(frozen=True)
-class CodegenRecord:
-    """Facts read from one cubin and its PTX.
+class CodegenRecord(Cubin):
+    """Facts read from one cubin, its PTX, and how it was made.
 
     Attributes:
         variant: what was asked for, target included.
-        kernel: symbol of the kernel in the cubin.
-        target: architecture that ptxas says it built for, such as ``sm_100a``.
-        cubin_bytes: size of the cubin.
-        instructions: SASS instructions other than NOP.
-        opcodes: count of each SASS opcode, without its modifiers.
-        loop_opcodes: the same of the softmax loop alone: the shortest loop that holds
-            the exponentials of a key block, hence what runs once per key block where
-            no sequence end or diagonal is checked. Empty if there is none.
-        global_loads: SASS loads from global memory by width in bits.
-        mask_loads: the same less those of the unmasked kernel of the same
-            variant; only non-zero differences. None until that is known.
-        added_instructions: ``instructions`` less those of the unmasked kernel.
-        added_opcodes: ``opcodes`` less those of the unmasked kernel, non-zero only.
-        added_loop_opcodes: ``loop_opcodes`` less those of the unmasked kernel; empty
-            if the mask's loads are elsewhere, for then that loop is not the mask's.
-        registers: registers a thread at launch. FA4 redistributes them among its
-            warps with setmaxnreg, so this is the allocation and not the pressure.
-        local_bytes: local memory a thread in bytes (stack frame and spills).
-        local_opcodes: LDL and STL instructions.
         ptx_loads: PTX loads from global memory by width in bits.
         applications: how often the mask was applied to a tile while FA4 traced
             the kernel, which is how often the code for it is in the kernel.
         mask_calls: how often the callback was called in that trace.
         vec_size: keys that one call of the callback covers; 1 if scalar.
-        versions: of vllm, torch, the DSL, ptxas and the disassembler.
+        cubin_bytes: size of the cubin.
         seconds: time to compile, without the imports.
+        mask_loads: ``global_loads`` less those of the unmasked kernel of the same
+            variant; only non-zero differences. None until that is known.
+        added_instructions: ``instructions`` less those of the unmasked kernel.
+        added_opcodes: ``opcodes`` less those of the unmasked kernel, non-zero only.
+        added_loop_opcodes: ``loop_opcodes`` less those of the unmasked kernel; empty
+            if the mask's loads are elsewhere, for then that loop is not the mask's.
     """
 
     variant: Variant
-    kernel: str
-    target: str
-    cubin_bytes: int
-    instructions: int
-    opcodes: dict[str, int]
-    global_loads: dict[int, int]
-    registers: int
-    local_bytes: int
-    local_opcodes: int
     ptx_loads: dict[int, int]
     applications: int
     mask_calls: int
     vec_size: int
-    versions: dict[str, str]
+    cubin_bytes: int
     seconds: float
-    loop_opcodes: dict[str, int] = field(default_factory=dict)
     mask_loads: dict[int, int] | None = None
     added_instructions: int | None = None
     added_opcodes: dict[str, int] = field(default_factory=dict)
@@ -86,8 +67,11 @@ class CodegenRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping) -> "CodegenRecord":
-        """Inverse of ``to_dict``, also after JSON turned widths into strings."""
-        values = dict(values)
+        """Inverse of ``to_dict``, also after JSON turned widths into strings.
+
+        What `LONG` names may be missing.
+        """
+        values = LONG | values
         values["variant"] = Variant(**values["variant"])
         for name in ("global_loads", "ptx_loads", "mask_loads"):
             if values.get(name) is not None:

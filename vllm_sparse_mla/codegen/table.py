@@ -1,74 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Shows records: a rich table on a terminal, aligned plain text in a pipe."""
+"""What tables show of records."""
 
 from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from vllm_sparse_mla.codegen.records import CodegenRecord
-
-_HEADINGS = (
-    "variant",
-    "target",
-    "SASS",
-    "+mask",
-    "applied",
-    "loop",
-    "+loop",
-    "mask loads",
-    "PTX loads",
-    "regs",
-    "local B",
-    "LDL+STL",
-    "s",
-)
+from vllm_sparse_mla.tables import make_table
 
 
 def show_records(records: Sequence[CodegenRecord], console: Console) -> None:
     """Print one row per record and the versions that they were made with."""
-    rows = [_row(record) for record in records]
-    versions = dict(
-        sorted({k: v for r in records for k, v in r.versions.items()}.items())
-    )
-    footer = ", ".join(f"{name} {value}" for name, value in versions.items())
-    if not console.is_terminal:
-        widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows)]
-        for row in (_HEADINGS, *rows):
-            cells = [cell.ljust(width) for cell, width in zip(row, widths)]
-            print("  ".join(cells).rstrip(), file=console.file)
-        print(footer, file=console.file)
-        return
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in _HEADINGS:
-        is_text = heading in ("variant", "target", "mask loads", "PTX loads")
-        table.add_column(heading, justify="left" if is_text else "right")
-    for row in rows:
-        table.add_row(*row)
+    names = columns(records[0])
+    table = make_table(console, None, "Variant", "Target", *names, "s")
+    for record in records:
+        cells = (record.variant.label, record.target, *columns(record).values())
+        table.add_row(*cells, f"{record.seconds:.1f}")
     console.print(table)
-    console.print(footer, style="dim")
+    versions = {k: v for r in records for k, v in r.versions.items()}
+    console.print(", ".join(f"{k} {v}" for k, v in sorted(versions.items())))
 
 
-def _row(record: CodegenRecord) -> tuple[str, ...]:
-    added = record.added_instructions
+def columns(record: CodegenRecord) -> dict[str, str]:
+    """What there is to say of a kernel, by short name."""
     added_loop = sum(record.added_loop_opcodes.values())
-    return (
-        record.variant.label,
-        record.target,
-        str(record.instructions),
-        f"{added:+d}" if record.variant.callback != "none" else "-",
-        str(record.applications or "-"),
-        str(record.loop_instructions or "-"),
-        f"{added_loop:+d}" if added_loop else "-",
-        widths_text(record.mask_loads),
-        widths_text(record.ptx_loads),
-        str(record.registers),
-        str(record.local_bytes),
-        str(record.local_opcodes),
-        f"{record.seconds:.1f}",
-    )
+    return {
+        "SASS": str(record.instructions),
+        "+mask": f"{record.added_instructions:+d}",
+        "applied": str(record.applications),
+        "loop": str(record.loop_instructions),
+        "+loop": f"{added_loop:+d}" if record.added_loop_opcodes else "-",
+        "mask loads": widths_text(record.mask_loads),
+        "PTX loads": widths_text(record.ptx_loads),
+        "regs": str(record.registers),
+        "local B": str(record.local_bytes),
+        "LDL+STL": str(record.local_opcodes),
+    }
 
 
 def widths_text(loads: Mapping[int, int] | None) -> str:

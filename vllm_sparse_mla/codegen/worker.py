@@ -140,22 +140,13 @@ def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
     cubin = _only_file(dump_dir, ".cubin")
     found = read_cubin(cubin)
     return CodegenRecord(
+        **vars(found) | {"versions": _versions() | found.versions},
         variant=variant,
-        kernel=found.kernel,
-        target=found.target,
         cubin_bytes=cubin.stat().st_size,
-        instructions=found.instructions,
-        opcodes=found.opcodes,
-        loop_opcodes=found.loop_opcodes,
-        global_loads=found.global_loads,
-        registers=found.registers,
-        local_bytes=found.local_bytes,
-        local_opcodes=found.local_opcodes,
         ptx_loads=read_ptx_loads(_only_file(dump_dir, ".ptx").read_text()),
         applications=int(mask_mod is not None) if variant.alone else count.applications,
         mask_calls=count.mask_calls,
         vec_size=vec_size,
-        versions=_versions() | found.versions,
         seconds=round(seconds, 2),
     )
 
