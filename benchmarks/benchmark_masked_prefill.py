@@ -37,11 +37,12 @@ from bench_common import (
     save_results,
     time_interleaved,
 )
-from mask_cases import MASKS, TOPK
+from mask_cases import TOPK
 from prefill_batches import fit_cases, mix_cases, parse_batch
 from prefill_step import (
     MODELS,
     NAMES,
+    TOPK_ROWS,
     Prefill,
     Step,
     backend_classes,
@@ -72,7 +73,7 @@ INDEX = ("model", "heads", "top-k", "kv cache", "batch")
 
 
 def usable_ways(
-    prefill: Prefill, backends: dict[str, type], context_splits: Sequence[int] = ()
+    prefill: Prefill, backends: dict[str, type], context_splits: Sequence[int]
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, float]]:
     """The ways that run here, and how far each is from the first.
 
@@ -114,17 +115,16 @@ def usable_ways(
 
 def measure(
     step: Step,
-    kind: str,
     repeat: int,
     backends: dict[str, type],
-    context_splits: Sequence[int] = (),
-) -> list:
+    context_splits: Sequence[int],
+) -> list[dict]:
     """Check, then time the ways of a step.
 
     Raises:
         CheckFailed: see `usable_ways`.
     """
-    prefill, dims = Prefill(step, kind, torch.device("cuda")), step.dims
+    prefill, dims = Prefill(step, torch.device("cuda")), step.dims
     ways, differences = usable_ways(prefill, backends, context_splits)
     calls = 1 if step.queries * dims.num_heads >= LONG_STEP else 4
     launches = {name: lambda i, way=way: way() for name, way in ways.items()}
@@ -147,7 +147,7 @@ def measure(
                 "queries": step.queries,
                 "context": step.keys - step.queries,
                 "chunks": prefill.num_chunks,
-                "top-k rows": kind,
+                "top-k rows": TOPK_ROWS,
                 "way": name,
             }
             | timing.columns()
@@ -196,7 +196,7 @@ def make_steps(args) -> list[Step]:
             cases = [case[1:] for case in PRESETS[args.preset]() if case[0] == name]
         else:
             heads = args.heads or [model.num_heads // ranks for ranks in RANKS]
-            cases = itertools.product(heads, args.topk, args.shapes)
+            cases = itertools.product(heads, [TOPK], args.shapes)
         steps += [
             make_step(name, heads, batch, topk, args.kv_cache_dtype)
             for heads, topk, batch in cases
@@ -214,9 +214,7 @@ def run(args) -> tuple[list[dict], int]:
     backends = backend_classes(capability, args.kv_cache_dtype)
     return measure_all(
         make_steps(args),
-        lambda step: measure(
-            step, args.topk_rows, args.repeat, backends, args.context_splits
-        ),
+        lambda step: measure(step, args.repeat, backends, args.context_splits),
         args.csv,
         args.time_limit,
     )
@@ -229,9 +227,7 @@ def main() -> None:
     parser.add_argument(
         "--heads", nargs="+", type=int, help="of a rank (default: of TP 8, 1, 2 and 4)"
     )
-    parser.add_argument("--topk", nargs="+", type=int, default=[TOPK])
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
-    parser.add_argument("--topk-rows", choices=MASKS[1:], default="uniform")
     parser.add_argument("--preset", choices=PRESETS, help="in place of shapes")
     parser.add_argument("--context-splits", nargs="+", type=int, default=[])
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")

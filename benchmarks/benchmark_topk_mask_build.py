@@ -15,7 +15,7 @@ anything is timed.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from bench_common import (
@@ -30,7 +30,7 @@ from bench_common import (
     timing_rows,
     with_progress,
 )
-from mask_cases import SHARES, cumulative, scattered_words, split_tokens
+from mask_cases import SHARES, TOPK, cumulative, scattered_words, split_tokens
 
 from vllm_sparse_mla.testing.stock import load_stock_module
 
@@ -77,70 +77,60 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
-def make_rows(rows: int, topk: int, keys: int, kind: str, device) -> torch.Tensor:
-    """Top-k rows of distinct keys, one from each of `topk` equal strata."""
-    width = keys // topk
-    index = torch.arange(topk, device=device) * width
-    index = index + torch.randint(width, (rows, topk), device=device)
+def make_rows(rows: int, keys: int, kind: str, device) -> torch.Tensor:
+    """Top-k rows of distinct keys, one from each of `TOPK` equal strata."""
+    width = keys // TOPK
+    index = torch.arange(TOPK, device=device) * width
+    index = index + torch.randint(width, (rows, TOPK), device=device)
     if kind != "sorted":
-        index = index.gather(1, torch.rand(rows, topk, device=device).argsort(1))
+        index = index.gather(1, torch.rand(rows, TOPK, device=device).argsort(1))
     if kind == "half-empty":
-        index[:, topk // 2 :] = -1
+        index[:, TOPK // 2 :] = -1
     return index.int()
 
 
-@dataclass
 class Case:
-    """Tensors of one shape and kind of rows, in as many copies as buffers rotate."""
+    """Tensors of one shape and kind of rows, in as many copies as buffers rotate.
 
-    shape: Shape
-    topk: list[torch.Tensor]
-    outs: list[torch.Tensor]
-    cu_q_lens: torch.Tensor
-    context_lens: torch.Tensor
-    q_lens: list[int]
-    num_bytes: int
-    per_request: list[list[torch.Tensor]] = field(init=False)
+    Attributes:
+        shape: of it.
+        topk: int32 `[queries, topk]`, one for each buffer.
+        per_request: the same, request by request.
+        outs: the masks, likewise.
+        cu_q_lens: int32 `[requests + 1]`.
+        context_lens: int32 `[requests]`; every key may come before the queries, so that
+            none is dropped.
+        num_bytes: of a mask and its rows.
+    """
 
-    def __post_init__(self) -> None:
-        self.per_request = [list(topk.split(self.q_lens)) for topk in self.topk]
-
-    @property
-    def max_q_len(self) -> int:
-        """Longest request."""
-        return max(self.q_lens)
-
-
-def make_case(shape: Shape, kind: str, topk: int, mask_shape: Callable, device) -> Case:
-    """Allocate a case; `mask_shape` is ``_topk_mask_shape``."""
-    q_lens = shape.q_lens
-    out_shape = mask_shape(shape.requests, max(q_lens), shape.keys)
-    first = make_rows(sum(q_lens), topk, shape.keys, kind, device)
-    words = shape.requests * max(q_lens) * out_shape[2]
-    num_bytes = 4 * (first.numel() + words)
-    buffers = num_buffers(num_bytes)
-    return Case(
-        shape=shape,
-        topk=[first, *(first.clone() for _ in range(buffers - 1))],
-        outs=[
+    def __init__(self, shape: Shape, kind: str, device) -> None:
+        self.shape = shape
+        q_lens = shape.q_lens
+        out_shape = load_stock_module(MODULE)._topk_mask_shape(
+            shape.requests, max(q_lens), shape.keys
+        )
+        first = make_rows(sum(q_lens), shape.keys, kind, device)
+        words = shape.requests * max(q_lens) * out_shape[2]
+        self.num_bytes = 4 * (first.numel() + words)
+        buffers = num_buffers(self.num_bytes)
+        self.topk = [first, *(first.clone() for _ in range(buffers - 1))]
+        self.per_request = [list(rows.split(q_lens)) for rows in self.topk]
+        self.outs = [
             torch.full(out_shape, POISON, dtype=torch.int32, device=device)
             for _ in range(buffers)
-        ],
-        cu_q_lens=cumulative(q_lens, device),
-        # Every key may come before the queries: none is dropped.
-        context_lens=torch.full(
+        ]
+        self.cu_q_lens = cumulative(q_lens, device)
+        self.context_lens = torch.full(
             (shape.requests,), shape.keys, dtype=torch.int32, device=device
-        ),
-        q_lens=q_lens,
-        num_bytes=num_bytes,
-    )
+        )
 
 
 def is_correct(case: Case, out: torch.Tensor) -> bool:
     """Compare a mask with booleans that the indices were scattered into."""
     for request, rows in enumerate(case.per_request[0]):
-        for first in range(0, case.max_q_len, CHECK_ROWS):
-            words = out[request, first : min(first + CHECK_ROWS, case.max_q_len)]
+        longest = max(case.shape.q_lens)
+        for first in range(0, longest, CHECK_ROWS):
+            words = out[request, first : min(first + CHECK_ROWS, longest)]
             named = scattered_words(rows[first : first + CHECK_ROWS], out.shape[2])
             expected = torch.zeros_like(words)
             expected[: len(named)] = named
@@ -153,16 +143,21 @@ def make_variants(case: Case) -> dict[str, Callable[[int], object]]:
     """Functions that build the mask in buffer `i`, by name."""
     from vllm.model_executor.kernels.attention.dsa import topk_mask as ours
 
-    sizes = case.max_q_len, case.shape.keys
+    q_lens = case.shape.q_lens
+    sizes = max(q_lens), case.shape.keys
 
     def stock(i: int) -> object:
         return load_stock_module(MODULE)._build_topk_mask(
-            case.per_request[i], case.q_lens, *sizes, case.outs[i]
+            case.per_request[i], q_lens, *sizes, case.outs[i]
         )
 
     def triton(i: int) -> object:
         return ours.build_topk_mask_triton(
-            case.topk[i], case.cu_q_lens, *sizes, case.outs[i], case.context_lens
+            case.topk[i],
+            case.cu_q_lens,
+            *sizes,
+            case.outs[i],
+            context_lens=case.context_lens,
         )
 
     def front(i: int) -> object:
@@ -177,10 +172,9 @@ def make_variants(case: Case) -> dict[str, Callable[[int], object]]:
     return {"stock": stock, "triton": triton, "cutedsl": front}
 
 
-def measure(shape: Shape, kind: str, args, device) -> list[dict]:
+def measure(shape: Shape, kind: str, repeat: int, device) -> list[dict]:
     """Check, then time every variant of one case."""
-    mask_shape = load_stock_module(MODULE)._topk_mask_shape
-    case = make_case(shape, kind, args.topk, mask_shape, device)
+    case = Case(shape, kind, device)
     variants = make_variants(case)
     correct = {}
     for name, launch in variants.items():
@@ -191,8 +185,8 @@ def measure(shape: Shape, kind: str, args, device) -> list[dict]:
             raise RuntimeError(f"{name} builds a wrong mask for {shape}, {kind} rows")
     buffers = len(case.outs)
     variants["floor"] = copy_floor(case.num_bytes, buffers)
-    timings = time_interleaved(variants, buffers, args.repeat)
-    named = {"shape": str(shape), "topk": args.topk, "rows": kind}
+    timings = time_interleaved(variants, buffers, repeat)
+    named = {"shape": str(shape), "topk": TOPK, "rows": kind}
     rows = timing_rows(timings, case.num_bytes, buffers, named)
     return [row | {"correct": correct.get(row["variant"], "")} for row in rows]
 
@@ -200,16 +194,14 @@ def measure(shape: Shape, kind: str, args, device) -> list[dict]:
 def main() -> None:
     """Command line."""
     parser = argument_parser(__doc__, parse_shape, DEFAULT_SHAPES)
-    parser.add_argument("--rows", nargs="+", choices=ROW_KINDS, default=ROW_KINDS)
-    parser.add_argument("--topk", type=int, default=2048)
     args = parser.parse_args()
     device = require_gpu()
     activate_overlay()
     torch.manual_seed(0)
     rows = []
-    everything = itertools.product(args.shapes, args.rows)
+    everything = itertools.product(args.shapes, ROW_KINDS)
     for shape, kind in with_progress(everything, "shapes"):
-        rows += measure(shape, kind, args, device)
+        rows += measure(shape, kind, args.repeat, device)
     shown = ("shape", "rows", "variant", "median us", "p10 us", "p90 us",
              "stock / this", "this / floor", "GB/s", "host us", "correct")  # fmt: skip
     print_table(

@@ -92,22 +92,19 @@ def read_measured(rows: Iterable[dict]) -> list[Measured]:
     found: dict[tuple, Measured] = {}
     for row in rows:
         row = {"max splits": "1"} | row  # which older files do not name
-        names = ("dims", "ranks", "heads", "top-k", "kv cache", "batch", "chunks")
-        names += ("multiprocessors", "max splits")
-        key = tuple(row[name] for name in names)
-        dims, ranks, heads, topk, kv_cache_dtype, batch, chunks, *device = key
-        if key not in found:
-            found[key] = Measured(
-                dims,
-                int(ranks),
-                int(heads),
-                int(topk),
-                kv_cache_dtype,
-                parse_batch(batch),
-                int(chunks),
-                *map(int, device),
-            )
-        found[key].median_us[row["way"]] = float(row["median us"])
+        step = Measured(
+            row["dims"],
+            int(row["ranks"]),
+            int(row["heads"]),
+            int(row["top-k"]),
+            row["kv cache"],
+            parse_batch(row["batch"]),
+            int(row["chunks"]),
+            int(row["multiprocessors"]),
+            int(row["max splits"]),
+        )
+        step = found.setdefault(tuple(vars(step).values())[:-1], step)
+        step.median_us[row["way"]] = float(row["median us"])
     return list(found.values())
 
 

@@ -35,6 +35,7 @@ LAYER_MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
 LATENT = DEEPSEEK.kv_lora_rank  # and GLM's
 BLOCK_SIZE = 64
+TOPK_ROWS = "uniform"  # of mask_cases.py
 MASK_WORKSPACE_WORDS = 128 * 2**20 // 4  # as vLLM's metadata builder has
 CONTEXT_WORKSPACE_ROWS = 64 * 1024  # likewise, its upper bound
 MAX_MODEL_LEN = 163840  # DeepSeek-V3.2's
@@ -130,7 +131,7 @@ def _workspace_manager(device: torch.device) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _topk(batch: Batch, topk: int, kind: str, device) -> torch.Tensor:
+def _topk(batch: Batch, topk: int, device) -> torch.Tensor:
     """Top-k rows of causal prefills, int32 ``[queries, topk]``."""
     torch.manual_seed(0)
     visible = [
@@ -138,7 +139,7 @@ def _topk(batch: Batch, topk: int, kind: str, device) -> torch.Tensor:
         for queries, context in batch.requests
     ]
     parts = torch.cat(visible).split(2048)
-    return torch.cat([topk_rows(part, kind, topk) for part in parts])
+    return torch.cat([topk_rows(part, TOPK_ROWS, topk) for part in parts])
 
 
 def selected_pairs(requests: Iterable[tuple[int, int]], topk: int) -> int:
@@ -194,17 +195,10 @@ def backend_classes(capability, kv_cache_dtype: str = "auto") -> dict[str, type]
 class Prefill:
     """Tensors and metadata of a step, and the ways to attend."""
 
-    def __init__(self, step: Step, kind: str, device: torch.device) -> None:
-        """Makes them.
-
-        Args:
-            step: what to prefill.
-            kind: of the top-k rows, see ``mask_cases``.
-            device: where.
-        """
+    def __init__(self, step: Step, device: torch.device) -> None:
         self.step, self.device = step, device
         dims, heads = step.dims, step.dims.num_heads
-        self.topk = _topk(step.batch, dims.index_topk, kind, device)
+        self.topk = _topk(step.batch, dims.index_topk, device)
         torch.manual_seed(0)
         self.q = self._randn(step.queries, heads, dims.qk_head_dim)
         self.weight = self._randn(heads * dims.kv_b_dim, LATENT).mul_(LATENT**-0.5)

@@ -32,9 +32,9 @@ put = lambda text: cog.out(f"\n{text}\n\n")
 """
 
 
-def pages(root: Path = ROOT) -> list[Path]:
+def pages() -> list[Path]:
     """What has parts to fill in."""
-    found = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in found if "[[[cog" in page.read_text()]
 
 

@@ -203,11 +203,12 @@ def layout_times(rows: Rows) -> str:
     return _microseconds(rows, "part", "model", "shape")
 
 
-def first_call_medians(rows: Rows) -> pd.DataFrame:
+def first_calls(rows: Rows) -> str:
+    """A summary of each builder's first calls."""
     columns = ["first call ms", "later calls ms", "compilations"]
     frame = pd.DataFrame(rows).astype(dict.fromkeys(columns, float))
     groups = frame.groupby("variant", sort=False)
-    return pd.DataFrame(
+    summary = pd.DataFrame(
         {
             "lengths": groups.size(),
             "compilations": groups["compilations"].sum().astype(int),
@@ -217,11 +218,7 @@ def first_call_medians(rows: Rows) -> pd.DataFrame:
             "later calls ms, median": groups["later calls ms"].median(),
         }
     )
-
-
-def first_calls(rows: Rows) -> str:
-    """A summary of each builder's first calls."""
-    return markdown(first_call_medians(rows).reset_index().to_dict("records"))
+    return markdown(summary.reset_index().to_dict("records"))
 
 
 def ttft(rows: Rows) -> str:

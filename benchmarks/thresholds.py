@@ -60,28 +60,6 @@ HOPPER_TABLE: Table = {
 }
 
 
-def _is_one_request(row: dict) -> bool:
-    """Whether a row is one that says something about lengths, at the usual top-k."""
-    batch = row.get("batch")
-    return batch is None or (
-        len(parse_batch(batch).requests) == 1 and int(row["top-k"]) == TOPK
-    )
-
-
-def _ratios(rows: Sequence[dict]) -> dict[tuple, dict[tuple[int, int], float]]:
-    """By (dims, backend, ranks): ratio by (tokens of the sequence, queries)."""
-    found: dict[tuple, dict[tuple[int, int], float]] = {}
-    for row in rows:
-        if row["way"] in (MASKED, STOCK_MASKED) or not _is_one_request(row):
-            continue
-        dims = tuple(map(int, row["dims"].split("/")))
-        queries = int(row["queries"])
-        place = (queries + int(row["context"]), queries)
-        key = (dims, row["way"], int(row["ranks"]))
-        found.setdefault(key, {})[place] = float(row[RATIO])
-    return dict(sorted(found.items()))
-
-
 def table_admits(
     table: Table, dims: str, backend: str, ranks: int, batch: Batch
 ) -> bool:
@@ -98,28 +76,32 @@ def table_admits(
     return False
 
 
+def _is_pure_prefill(row: dict) -> bool:
+    """Whether a row is of one prompt without context, at the usual top-k."""
+    usual = int(row.get("top-k", TOPK)) == TOPK
+    alone = len(parse_batch(row.get("batch") or "q1").requests) == 1
+    return usual and alone and not int(row["context"])
+
+
 def crossovers(rows: Sequence[dict]) -> list[dict]:
     """Where pure prefills of both ways would take the same time, in tokens.
 
     Interpolated between measured lengths, on logarithmic scales.
     """
+    found: dict[tuple, dict[int, float]] = {}
+    for row in rows:
+        if row["way"] not in (MASKED, STOCK_MASKED) and _is_pure_prefill(row):
+            key = (row["dims"], row["way"], int(row["ranks"]))
+            found.setdefault(key, {})[int(row["queries"])] = float(row[RATIO])
     table = []
-    for (dims, backend, ranks), ratios in _ratios(rows).items():
-        pure = sorted((k, ratio) for (k, q), ratio in ratios.items() if k == q)
-        if not pure:
-            continue
+    for (dims, backend, ranks), ratios in sorted(found.items()):
+        pure = sorted(ratios.items())
         text = f"above {pure[-1][0]}" if pure[-1][1] > 1 else f"below {pure[0][0]}"
         for (short, high), (long, low) in zip(pure, pure[1:]):
             if high > 1 >= low:
                 share = math.log(high) / (math.log(high) - math.log(low))
                 text = str(round(short * (long / short) ** share))
                 break
-        table.append(
-            {
-                "dims": "/".join(map(str, dims)),
-                "ranks": ranks,
-                "backend": backend,
-                "tokens": text,
-            }
-        )
+        case = {"dims": dims, "ranks": ranks, "backend": backend}
+        table.append(case | {"tokens": text})
     return table

@@ -71,7 +71,7 @@ def backends(monkeypatch):
 )
 def test_all_ways_agree(backends, model, text, topk):
     step = make_step(model, 1, parse_batch(text), topk)
-    prefill = Prefill(step, "uniform", torch.device("cpu"))
+    prefill = Prefill(step, torch.device("cpu"))
     assert prefill.masks_fit() and prefill.num_chunks == 1
     calls = []
     attend = reference.flash_attn_varlen_func

@@ -101,7 +101,7 @@ def judge_record(record: CodegenRecord) -> CallbackResult:
 
 
 def compile_callbacks(
-    progress: Callable[[CodegenRecord], None] | None = None,
+    progress: Callable[[CodegenRecord], None],
 ) -> list[CallbackResult]:
     """Cross-compile FA4 with each callback; takes no GPU.
 

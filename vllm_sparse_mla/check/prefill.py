@@ -71,14 +71,8 @@ class PrefillCheck:
         world: the prompts and the layer.
     """
 
-    def __init__(self, run: ScheduledRun, fa4: bool, seed: int = 0) -> None:
-        """Sets up the layer.
-
-        Args:
-            run: the schedule whose steps the layer will get.
-            fa4: attention runs on the real FA4, else on the reference.
-            seed: of weights, latents, queries and top-k rows.
-        """
+    def __init__(self, run: ScheduledRun, fa4: bool) -> None:
+        """Sets up the layer; `fa4` runs it on the real FA4, else on the reference."""
         self.run = run
         w = run.workload
         # A GPU whose FA4 takes no packed masks.
@@ -89,7 +83,6 @@ class PrefillCheck:
             [prompt_len + w.output_len for prompt_len in w.prompt_lens],
             w.dims,
             w.block_size,
-            seed,
             max_tokens=w.token_budget,
             num_blocks=w.num_blocks,
             attend=instead,

@@ -41,12 +41,10 @@ def compile_variants(
         A record per variant, in the order given.
 
     Raises:
-        ValueError: if ``arch`` or ``jobs`` makes no sense.
+        ValueError: if ``arch`` makes no sense.
         DisassemblerMissing: if Triton's disassembler is not installed.
         CodegenError: if a variant does not compile.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
     for tool in ("nvdisasm", "cuobjdump"):
         find_tool(tool)
     check_arch(arch)

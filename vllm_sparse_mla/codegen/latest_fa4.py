@@ -7,10 +7,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import Distribution, PackageNotFoundError, version
+from importlib.metadata import Distribution
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 from vllm_sparse_mla.codegen.compiler import CodegenError, compile_variants
 from vllm_sparse_mla.codegen.records import CodegenRecord
@@ -45,8 +43,6 @@ def check_latest_fa4(
             return []
         (fa4,) = Distribution.discover(name=PACKAGE, path=[folder])
         report(f"{PACKAGE} {fa4.version}")
-        for problem in unmet_requirements(fa4.requires or []):
-            report(f"it asks for {problem}")
         try:
             records = compile_variants(variants, arch, jobs, fa4_dir=Path(folder))
         except CodegenError as error:
@@ -65,20 +61,3 @@ def ignored_causal(records: Sequence[CodegenRecord]) -> list[Variant]:
         for variant, found in opcodes.items()
         if variant.causal and opcodes.get(replace(variant, causal=False)) == found
     ]
-
-
-def unmet_requirements(requires: Sequence[str]) -> list[str]:
-    """The requirements, extras aside, that the installed packages do not meet."""
-    problems = []
-    for requirement in map(Requirement, requires):
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            found = version(requirement.name)
-        except PackageNotFoundError:
-            found = "none"
-        if found == "none" or not requirement.specifier.contains(
-            found, prereleases=True
-        ):
-            problems.append(f"{requirement}, installed is {found}")
-    return problems

@@ -273,7 +273,7 @@ def attention_error(out: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def attention_error_budget(
-    reference: torch.Tensor, eager: torch.Tensor, dtype: torch.dtype | None = None
+    reference: torch.Tensor, eager: torch.Tensor
 ) -> torch.Tensor:
     """Error that a kernel may make in each row.
 
@@ -284,14 +284,13 @@ def attention_error_budget(
 
     Args:
         reference: `[T, ...]`, the float64 result on the same rounded inputs.
-        eager: `[T, ...]`, the same-precision eager result.
-        dtype: the kernel's output precision. None takes `eager.dtype`.
+        eager: `[T, ...]`, the eager result in the kernel's output precision.
 
     Returns:
         float64 `[T]`.
     """
     finite = reference.double().flatten(1).nan_to_num(neginf=0.0, posinf=0.0)
-    rounding = torch.finfo(dtype or eager.dtype).eps * finite.abs().amax(dim=-1)
+    rounding = torch.finfo(eager.dtype).eps * finite.abs().amax(dim=-1)
     return 2 * attention_error(eager, reference) + rounding
 
 

@@ -83,19 +83,6 @@ class Workload:
     block_size: int = 64
     max_model_len: int = 4096
 
-    def __post_init__(self) -> None:
-        longest = max(self.prompt_lens, default=0) + self.output_len
-        if min(self.prompt_lens, default=0) < 1 or longest > self.max_model_len:
-            raise ValueError(
-                "prompt_lens must be at least one length, each at least 1 and with "
-                f"output_len at most {self.max_model_len}, got {self.prompt_lens}"
-            )
-        for name in ("token_budget", "output_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
-
     @property
     def num_blocks(self) -> int:
         """Blocks that hold every request at once, and the scheduler's null block."""
@@ -230,16 +217,8 @@ class ScheduledRun:
         builder: the backend's metadata builder.
     """
 
-    def __init__(
-        self, workload: Workload, device: torch.device | str = "cpu", seed: int = 0
-    ) -> None:
-        """Sets up the scheduler and the builder.
-
-        Args:
-            workload: what to schedule.
-            device: where the metadata's tensors shall lie.
-            seed: of the permutation of cache blocks.
-        """
+    def __init__(self, workload: Workload, device: torch.device | str = "cpu") -> None:
+        """Sets up the scheduler and the builder."""
         self.workload = workload
         self.device = torch.device(device)
         self.vllm_config = make_vllm_config(workload, self.device)
@@ -269,7 +248,7 @@ class ScheduledRun:
             )
         self.builder.reorder_batch_threshold = workload.decode_threshold
         # A long-running server's blocks are in no order; the scheduler's are here.
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         self._block_order = torch.randperm(workload.num_blocks, generator=generator)
 
     def steps(self) -> Iterator[EngineStep]:
