@@ -283,6 +283,14 @@ def timing_rows(
     return rows
 
 
+def report_timings(title: str, rows: Sequence[dict], args: argparse.Namespace) -> None:
+    """Print rows of `timing_rows`, but for what a CSV alone holds, and save them."""
+    hidden = ("MB moved", "samples", "buffers")
+    shown = [{k: v for k, v in row.items() if k not in hidden} for row in rows]
+    print_table(f"{title}, {torch.cuda.get_device_name()}", shown)
+    save_results(args, rows)
+
+
 def _version(package: str) -> str:
     try:
         return version(package)

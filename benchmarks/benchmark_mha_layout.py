@@ -24,9 +24,8 @@ from bench_common import (
     argument_parser,
     copy_floor,
     num_buffers,
-    print_table,
+    report_timings,
     require_gpu,
-    save_results,
     time_interleaved,
     timing_rows,
     with_progress,
@@ -176,13 +175,7 @@ def main() -> None:
     with torch.inference_mode():
         for case in with_progress(cases, "cases"):
             rows += measure(*case, args.repeat)
-    shown = ("part", "model", "shape", "variant", "median us", "p10 us", "p90 us",
-             "stock / this", "this / floor", "GB/s", "host us")  # fmt: skip
-    print_table(
-        f"Laying out Q and K, {torch.cuda.get_device_name()}",
-        [{name: row[name] for name in shown} for row in rows],
-    )
-    save_results(args, rows)
+    report_timings("Laying out Q and K", rows, args)
 
 
 if __name__ == "__main__":

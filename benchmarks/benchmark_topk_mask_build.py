@@ -23,9 +23,8 @@ from bench_common import (
     argument_parser,
     copy_floor,
     num_buffers,
-    print_table,
+    report_timings,
     require_gpu,
-    save_results,
     time_interleaved,
     timing_rows,
     with_progress,
@@ -202,13 +201,7 @@ def main() -> None:
     everything = itertools.product(args.shapes, ROW_KINDS)
     for shape, kind in with_progress(everything, "shapes"):
         rows += measure(shape, kind, args.repeat, device)
-    shown = ("shape", "rows", "variant", "median us", "p10 us", "p90 us",
-             "stock / this", "this / floor", "GB/s", "host us", "correct")  # fmt: skip
-    print_table(
-        f"Building the top-k mask, {torch.cuda.get_device_name()}",
-        [{name: row[name] for name in shown} for row in rows],
-    )
-    save_results(args, rows)
+    report_timings("Building the top-k mask", rows, args)
 
 
 if __name__ == "__main__":
