@@ -12,7 +12,6 @@ with empty caches on disk. Compilations are counted by Triton's hook and around
 ``cute.compile``.
 """
 
-import itertools
 import os
 import random
 import statistics
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from bench_common import (
@@ -53,25 +53,12 @@ def counted_compilations() -> Iterator[Callable[[], int]]:
     import cutlass.cute as cute
     from triton import knobs
 
-    count = itertools.count()
-    state = {"compilations": next(count)}
-
-    def bump(*args, **kwargs) -> None:
-        state["compilations"] = next(count)
-
-    original, hook = cute.compile, knobs.runtime.jit_post_compile_hook
-
-    def counting(*args, **kwargs):
-        bump()
-        return original(*args, **kwargs)
-
-    cute.compile = counting
-    knobs.runtime.jit_post_compile_hook = bump
-    try:
-        yield lambda: state["compilations"]
-    finally:
-        cute.compile = original
-        knobs.runtime.jit_post_compile_hook = hook
+    noted = mock.Mock()
+    with (
+        mock.patch.object(cute, "compile", mock.Mock(wraps=cute.compile)) as compiled,
+        mock.patch.object(knobs.runtime, "jit_post_compile_hook", noted),
+    ):
+        yield lambda: compiled.call_count + noted.call_count
 
 
 def make_builders() -> dict[str, Callable]:
