@@ -117,13 +117,14 @@ def activate_overlay(hopper: bool = False) -> None:
     register()
 
 
-def progress_bar() -> Progress:
-    """A bar on standard error if that is a terminal, else nothing.
+def with_progress(items: Iterable, what: str) -> Iterator:
+    """The items, with a bar on standard error if that is a terminal.
 
-    It is drawn when its ``refresh`` is called and at no other time: a thread that
-    draws would take part in what is being timed.
+    It is drawn between them and at no other time: a thread that draws would take part
+    in what is being timed.
     """
-    return Progress(
+    items = list(items)
+    with Progress(
         *Progress.get_default_columns(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -131,13 +132,7 @@ def progress_bar() -> Progress:
         auto_refresh=False,
         redirect_stdout=sys.stdout.isatty(),
         disable=not sys.stderr.isatty(),
-    )
-
-
-def with_progress(items: Iterable, what: str) -> Iterator:
-    """The items, with a bar that moves between them."""
-    items = list(items)
-    with progress_bar() as bar:
+    ) as bar:
         task = bar.add_task(what, total=len(items))
         bar.refresh()
         yield from bar.track(items, task_id=task)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from bench_common import plain_parser, print_table, progress_bar, save_csv
+from bench_common import plain_parser, print_table, save_csv
 from serving.client import Completion, make_prompt, open_session, stream
 from serving.probe import GPU_MEMORY_PERIOD_S, read_gpu_memory
 from serving.scenario import MAX_MODEL_LEN, MODEL
@@ -70,24 +70,12 @@ async def _client(session, url: str, seed: int, deadline: float, load: Load) -> 
         load.prompt_tokens += len(prompt)
 
 
-async def _show_progress(what: str, seconds: float, loads: Sequence[Load]) -> None:
-    with progress_bar() as bar:
-        task = bar.add_task(what, total=seconds)
-        while True:
-            answered = sum(len(load.answers) for load in loads)
-            bar.update(task, description=f"{what}: {answered} answers; seconds")
-            bar.refresh()
-            await asyncio.sleep(1)
-            bar.advance(task)
-
-
 async def _run(
-    what: str, servers: Sequence[Server], clients: int, seconds: float, seed: int
+    servers: Sequence[Server], clients: int, seconds: float, seed: int
 ) -> list[Load]:
     """What each server did."""
     loads = [Load() for _ in servers]
     deadline = time.monotonic() + seconds
-    progress = asyncio.create_task(_show_progress(what, seconds, loads))
     async with open_session() as session:
         await asyncio.gather(
             *(
@@ -96,7 +84,6 @@ async def _run(
                 for i in range(clients)
             )
         )
-    progress.cancel()
     return loads
 
 
@@ -121,13 +108,13 @@ def _measure(
     servers: dict[str, Server], folders: dict[str, Path], args: argparse.Namespace
 ) -> list[dict]:
     group = list(servers.values())
-    asyncio.run(_run("warm-up", group, args.clients, args.warm_up, seed=1_000_000))
+    asyncio.run(_run(group, args.clients, args.warm_up, seed=1_000_000))
     compiled = [len(server.jit_kernels()) for server in group]
     host, gpu = [_host_mib(server) for server in group], gpu_memory_mib()
     idle = time.time()
     memory_before = [_gpu_mib_at(folders[variant], idle) for variant in servers]
     start = time.time()
-    loads = asyncio.run(_run("load", group, args.clients, args.seconds, seed=0))
+    loads = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
     end, gpu_after = time.time(), gpu_memory_mib()
     rows = []
     for i, (variant, server) in enumerate(servers.items()):
