@@ -17,8 +17,8 @@ import torch
 from cutlass import Int32, Uint32, const_expr
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm.vllm_flash_attn.cute import utils
 from vllm.vllm_flash_attn.cute.cute_dsl_utils import to_cute_aux_tensor
+from vllm_sparse_mla.testing.host_callbacks import callback_call
 
 GROUP = 128
 _WORDS = GROUP // 32
@@ -95,7 +95,7 @@ class _CallbackAlone:
     """One thread a row, one block 128 rows of one group."""
 
     def __init__(self, mask_mod: Callable | None) -> None:
-        self.mask_mod = mask_mod
+        self.words = None if mask_mod is None else callback_call(mask_mod)
         self.vec_size = getattr(mask_mod, "__vec_size__", GROUP)
 
     @cute.jit
@@ -130,31 +130,11 @@ class _CallbackAlone:
         if row < words.shape[1]:
             for call in cutlass.range_constexpr(GROUP // self.vec_size):
                 first = group * column_step + call * self.vec_size
-                kept = self.call(batch, row, first, aux_tensors)
+                kept = cute.make_rmem_tensor(self.vec_size // 32, Uint32)
+                if const_expr(self.words is None):
+                    kept.fill(Uint32(first))
+                else:
+                    kept.store(self.words(batch, row, first, aux_tensors))
                 for i in cutlass.range_constexpr(self.vec_size // 32):
                     word = call * (self.vec_size // 32) + i
                     words[batch, row, group, word] = Int32(kept[i])
-
-    @cute.jit
-    def call(self, batch: Int32, row: Int32, first: Int32, aux_tensors: list):
-        """The callback's words for columns ``[first, first + vec_size)``."""
-        columns = cute.make_rmem_tensor(self.vec_size, Int32)
-        for j in cutlass.range_constexpr(self.vec_size):
-            columns[j] = first + j
-        kept = cute.make_rmem_tensor(self.vec_size // 32, Uint32)
-        if const_expr(self.mask_mod is None):
-            for i in cutlass.range_constexpr(self.vec_size // 32):
-                kept[i] = Uint32(first)
-        else:
-            lanes = (self.vec_size,)
-            kept.store(
-                self.mask_mod(
-                    utils.scalar_to_ssa(batch, Int32).broadcast_to(lanes),
-                    utils.scalar_to_ssa(0, Int32).broadcast_to(lanes),
-                    utils.scalar_to_ssa(row, Int32).broadcast_to(lanes),
-                    columns.load(),
-                    None,
-                    aux_tensors,
-                )
-            )
-        return kept

@@ -15,17 +15,19 @@ import torch
 from vllm_sparse_mla.testing import reference
 
 
-@functools.cache
-def _host_callback(mask_mod: Any, num_aux_tensors: int) -> Any:
-    """Compile a packed callback for the host: all its answers, row by row."""
+def callback_call(mask_mod: Any) -> Any:
+    """A CuTe function that calls a packed callback as FA4 does.
+
+    It takes batch, row, first column and aux tensors, and returns the words of
+    ``__vec_size__`` columns.
+    """
     import cutlass
     import cutlass.cute as cute
-    from cutlass import Int32, Uint32
+    from cutlass import Int32
 
     from vllm.vllm_flash_attn.cute import utils
 
     lanes = (mask_mod.__vec_size__,)
-    step = mask_mod.__vec_size__ // 32
 
     @cute.jit
     def call(b: Int32, row: Int32, first: Int32, aux_tensors: list):
@@ -41,6 +43,21 @@ def _host_callback(mask_mod: Any, num_aux_tensors: int) -> Any:
             aux_tensors,
         )
 
+    return call
+
+
+@functools.cache
+def _host_callback(mask_mod: Any, num_aux_tensors: int) -> Any:
+    """Compile a packed callback for the host: all its answers, row by row."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Int32, Uint32
+
+    from vllm.vllm_flash_attn.cute import utils
+
+    call, lanes = callback_call(mask_mod), mask_mod.__vec_size__
+    step = lanes // 32
+
     @cute.jit
     def run(mask: cute.Tensor, key_starts: cute.Tensor | None, out: cute.Tensor):
         aux_tensors = [mask]
@@ -50,7 +67,7 @@ def _host_callback(mask_mod: Any, num_aux_tensors: int) -> Any:
             for row in range(out.shape[1]):
                 for group in range(out.shape[2] // step):
                     kept = cute.make_rmem_tensor(step, dtype=Uint32)
-                    kept.store(call(b, row, group * lanes[0], aux_tensors))
+                    kept.store(call(b, row, group * lanes, aux_tensors))
                     for i in cutlass.range_constexpr(step):
                         out[b, row, group * step + i] = Int32(kept[i])
 
