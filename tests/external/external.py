@@ -140,7 +140,7 @@ def differing(stock: Outcomes, here: Outcomes) -> list[str]:
 
 
 def read_explained(suite: str, variant: str) -> dict[str, str]:
-    """Why a test may differ, by test."""
+    """Why a test may differ, by test, or by function for all its parameters."""
     table = tomllib.loads((HERE / "explained.toml").read_text())["explained"]
     return {
         row["test"]: row["why"]
@@ -170,17 +170,20 @@ def compare(suite: Suite, variants: Iterable[str], workers: int, logs: Path) -> 
             settled = set(differ) - set(differing(stock_again, again))
             lines += [f"{variant}: {t} differed, and does not alone" for t in settled]
             differ = [test for test in differ if test not in settled]
-        why = read_explained(suite.name, variant)
+        explained = read_explained(suite.name, variant)
+        why = {
+            t: explained.get(t) or explained.get(t.partition("[")[0]) for t in differ
+        }
         for test in differ:
             lines.append(
                 f"{variant}: {test} {found.get(test)}, in stock {stock.get(test)}: "
-                f"{why.get(test, 'nothing explains it')}"
+                f"{why[test] or 'nothing explains it'}"
             )
         counts = Counter(found.values())
-        explained = sum(test in why for test in differ)
-        unexplained += len(differ) - explained
+        known = sum(map(bool, why.values()))
+        unexplained += len(differ) - known
         row = (counts["passed"], counts["failure"] + counts["error"], counts["skipped"])
-        table.add_row(variant, *map(str, (*row, len(differ), explained)))
+        table.add_row(variant, *map(str, (*row, len(differ), known)))
     console.print(table)
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
