@@ -19,6 +19,10 @@ over stock, and the least and greatest of that among the rounds. ``cold`` are tu
 which the prefix cache had lost the history, ``compiled`` kernels that vLLM's JIT
 monitor saw after the warm-up, ``tensors`` what they occupy on the GPU after a round.
 
+One process reads the requests of a server by default. With 14,000 token ids each these
+can keep it busier than the GPU is; ``--api-servers`` gives it company. ``patched``,
+which dispatches as stock on SM90, shows how far equal servers differ.
+
 By default one GPU does the work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in
 four layers and without the all-reduces. Needs an SM90 GPU and the package installed
 beside vLLM. Ends with 1 if a request failed or was cold.
@@ -39,7 +43,7 @@ from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
 from serving.probe import read_gpu_memory, read_records
 from serving.rounds import compared_rows
-from serving.server import Server
+from serving.server import Server, compile_arguments
 from serving.servers import add_server_options, running_servers, setting_of
 
 CONVERSATIONS = 30
@@ -267,21 +271,27 @@ def main() -> None:
     parser.add_argument(
         "--turn-tokens", type=int, nargs="+", default=[16, 160], metavar="N"
     )
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
-        "--prompts", type=int, default=48, help="new prompts of a round"
+        "--prompts", type=int, default=24, help="new prompts of a round"
+    )
+    parser.add_argument(
+        "--api-servers", type=int, default=1, metavar="N", help="of each server"
     )
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     most = MAX_MODEL_LEN - BASE_TOKENS - GROWTH_TOKENS - ANSWER_TOKENS
     if not 1 <= min(args.turn_tokens) <= max(args.turn_tokens) <= most:
         parser.error(f"--turn-tokens must be from 1 to {most}, got {args.turn_tokens}")
-    if min(args.rounds, args.prompts) < 1:
-        parser.error("--rounds and --prompts must be at least 1")
+    if min(args.rounds, args.prompts, args.api_servers) < 1:
+        parser.error("--rounds, --prompts and --api-servers must be at least 1")
     if args.variants[0] != "stock":
         parser.error("--variants must begin with stock, which others are compared with")
     with running_servers(
-        args, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB
+        args,
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_gib=KV_CACHE_GIB,
+        extra_args=(*compile_arguments(), "--api-server-count", str(args.api_servers)),
     ) as (servers, folders):
         found = asyncio.run(
             measure(servers, folders, args.turn_tokens, args.rounds, args.prompts)

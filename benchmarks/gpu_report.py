@@ -65,15 +65,15 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("--variants", variants),
         ],
         "serving-day": ["benchmark_serving_day", "--variants", ends],
-        # Rounds of the same server differ by several percent: many short ones.
         "serving-multi-turn": [
-            *("benchmark_serving_multi_turn", "--variants", ends),
-            *("--rounds", "10", "--prompts", "24"),
+            *("benchmark_serving_multi_turn", "--variants", variants),
+            *("--api-servers", "4"),
         ],
-        # Tests of one server stay together.
+        # A GPU has room for some twenty processes: servers and workers not together.
+        "tests-serving": [PYTEST, "--gpu", "-q", "tests/serving"],
         "tests": [
-            *(PYTEST, "--gpu", "-q", "-n", "auto", "--maxprocesses", "16"),
-            *("--dist", "loadgroup"),
+            *(PYTEST, "--gpu", "-q", "--ignore", "tests/serving"),
+            *("-n", "auto", "--maxprocesses", "12"),
         ],
     }
 

@@ -23,14 +23,7 @@ from serving.server import VARIANTS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.parametrize(
-        "servers",
-        [
-            pytest.param(dtype, marks=pytest.mark.xdist_group(f"servers-{dtype}"))
-            for dtype in ("auto", "fp8")
-        ],
-        indirect=True,
-    ),
+    pytest.mark.parametrize("servers", ["auto", "fp8"], indirect=True),
 ]
 
 by_prompt = pytest.mark.parametrize(

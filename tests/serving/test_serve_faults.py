@@ -19,7 +19,6 @@ from serving.server import VARIANTS, Server
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.xdist_group("servers-auto"),
     pytest.mark.parametrize("servers", ["auto"], indirect=True),
 ]
 
