@@ -84,5 +84,7 @@ def test_the_model_is_written_where_asked(tmp_path):
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
     }
     assert "MiB" in result.stdout

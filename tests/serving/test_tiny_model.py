@@ -73,14 +73,16 @@ torch.set_default_dtype(torch.bfloat16)
 with set_current_vllm_config(config):
     init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
     initialize_model_parallel(1, 1)
-    from vllm.models.deepseek_v32.nvidia.model import DeepseekV32ForCausalLM
-    from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP
-    from vllm.models.glm5next import Glm5NextForCausalLM
-
-    flash = model_config.architecture == "Glm5NextForCausalLM"
-    architecture = Glm5NextForCausalLM if flash else DeepseekV32ForCausalLM
-    models = [architecture(vllm_config=config)]
+    if model_config.architecture == "Glm5NextForCausalLM":
+        from vllm.models.glm5next import Glm5NextForCausalLM as Architecture
+    else:
+        from vllm.models.deepseek_v32.nvidia.model import (
+            DeepseekV32ForCausalLM as Architecture,
+        )
+    models = [Architecture(vllm_config=config)]
     if speculative:
+        from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP
+
         models.append(DeepseekV32MTP(vllm_config=config))
 weights = load_file(f"{folder}/model.safetensors")
 for model in models:
@@ -127,7 +129,7 @@ def test_vllm_loads_every_parameter(name, tmp_path):
         [sys.executable, "-c", LOAD_SCRIPT, str(folder), str(tmp_path / "s")],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         cwd=tmp_path,
         env={**os.environ, "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
     )
