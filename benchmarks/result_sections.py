@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What pages show of the rows of a benchmark: each function makes Markdown of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 from fit_estimate import (
@@ -20,10 +20,21 @@ from thresholds import HOPPER_TABLE, MASKED, RATIO, STOCK_MASKED, crossovers
 Rows = Sequence[dict]
 FIRST_TOKEN, ALL_KERNELS = "time to first token", "all kernels"  # of a profile's groups
 _PLACE = ("model", "prompt tokens", "group")
+_SPREAD = ("median", "fastest", "slowest")
 
 
 def _ms(row: dict) -> float:
     return float(row["median us"]) / 1e3
+
+
+def _by_variant(
+    rows: Rows,
+    names: Sequence[str],
+    cell: Callable[[dict], str],
+    column: str = "variant",
+) -> str:
+    """A row for each case that `names` tell apart, a column for each variant."""
+    return markdown(pivot(rows, names, column, cell))
 
 
 def mask_times(rows: Rows) -> str:
@@ -34,7 +45,7 @@ def mask_times(rows: Rows) -> str:
         percent = "" if row["variant"].startswith("unmasked") else f" ({over:+.1f} %)"
         return f"{_ms(row):.4f}{percent}"
 
-    return markdown(pivot(rows, ("shape", "density"), "variant", cell))
+    return _by_variant(rows, ("shape", "density"), cell)
 
 
 def causal_times(rows: Rows) -> str:
@@ -109,28 +120,23 @@ def prefill_times(rows: Rows) -> str:
     for model, kv_cache in dict.fromkeys((s["model"], s["kv cache"]) for s in steps):
         shown = [s for s in steps if (s["model"], s["kv cache"]) == (model, kv_cache)]
         shown.sort(key=lambda step: int(step["heads"]))
-        table = pivot(
-            [step | {"heads": f"{step['heads']} heads"} for step in shown],
-            ("queries", "context"),
-            "heads",
-            cell,
-        )
+        shown = [step | {"heads": f"{step['heads']} heads"} for step in shown]
+        table = _by_variant(shown, ("queries", "context"), cell, "heads")
         cache = "" if kv_cache == "auto" else f", KV cache {kv_cache}"
-        tables.append(f"{model}, {shown[0]['dims']}{cache}:\n\n{markdown(table)}")
+        tables.append(f"{model}, {shown[0]['dims']}{cache}:\n\n{table}")
     return "\n\n".join(tables)
 
 
 def prefill_crossovers(rows: Rows) -> str:
     """Where a prompt alone takes the same time both ways, by backend."""
-    return markdown(
-        pivot(crossovers(rows), ("dims", "ranks"), "backend", lambda r: r["tokens"])
-    )
+    names = ("dims", "ranks")
+    return _by_variant(crossovers(rows), names, lambda r: r["tokens"], "backend")
 
 
 def prefill_mixes(rows: Rows) -> str:
     """Batches of any requests, each way's milliseconds."""
     names = ("model", "heads", "kv cache", "batch")
-    return markdown(pivot(rows, names, "way", lambda row: f"{_ms(row):.3f}"))
+    return _by_variant(rows, names, lambda row: f"{_ms(row):.3f}", "way")
 
 
 def kept_errors(rows: Rows) -> str:
@@ -188,9 +194,7 @@ def _choices(rows: Rows) -> list[dict[str, str]]:
 
 def _microseconds(rows: Rows, *names: str) -> str:
     """Medians of each variant, a row for each case that the columns name."""
-    return markdown(
-        pivot(rows, names, "variant", lambda row: f"{float(row['median us']):.1f}")
-    )
+    return _by_variant(rows, names, lambda row: f"{float(row['median us']):.1f}")
 
 
 def build_times(rows: Rows) -> str:
@@ -232,7 +236,7 @@ def ttft(rows: Rows) -> str:
 
     rows = [{"kv cache": "auto"} | row for row in rows]
     names = ("model", "ranks", "kv cache", "prompt tokens", "at a time")
-    return markdown(pivot(rows, names, "variant", cell))
+    return _by_variant(rows, names, cell)
 
 
 def answers(rows: Rows) -> str:
@@ -243,39 +247,30 @@ def answers(rows: Rows) -> str:
         return "*Not recorded in these rows.*"
     rows = [row for row in rows if row["at a time"] == rows[0]["at a time"]]
     names = ("model", "kv cache", "prompt tokens", control)
-    return markdown(pivot(rows, names, "variant", lambda row: row[name]))
+    return _by_variant(rows, names, lambda row: row[name])
 
 
 def profile_totals(rows: Rows) -> str:
     """Milliseconds to the first token and of all kernels, and stock's over each."""
     shown = [row for row in rows if row["group"] in (FIRST_TOKEN, ALL_KERNELS)]
-    ms = {_place(row) + (row["variant"],): float(row["median ms"]) for row in shown}
     baseline = rows[0]["variant"]
-    ratios = []
+    stock, cells, ratios = {}, [], []
     for row in shown:
-        if row["variant"] != baseline:
-            ratio = ms[*_place(row), baseline] / ms[*_place(row), row["variant"]]
+        place = tuple(row[name] for name in _PLACE)
+        ms, low, high = (float(row[f"{name} ms"]) for name in _SPREAD)
+        cells.append(row | {"text": f"{ms:.1f} ({low:.1f} to {high:.1f})"})
+        if row["variant"] == baseline:
+            stock[place] = ms
+        else:
             name = f"{baseline} / {row['variant']}"
-            ratios.append(row | {"variant": name, "text": f"{ratio:.2f}"})
-
-    def cell(row: dict) -> str:
-        low, high = (float(row[name]) for name in ("fastest ms", "slowest ms"))
-        return f"{float(row['median ms']):.1f} ({low:.1f} to {high:.1f})"
-
-    cells = [row | {"text": cell(row)} for row in shown] + ratios
-    return markdown(pivot(cells, _PLACE, "variant", lambda row: row["text"]))
-
-
-def _place(row: dict) -> tuple[str, ...]:
-    return tuple(row[name] for name in _PLACE)
+            ratios.append(row | {"variant": name, "text": f"{stock[place] / ms:.2f}"})
+    return _by_variant(cells + ratios, _PLACE, lambda row: row["text"])
 
 
 def profile_groups(rows: Rows) -> str:
     """Milliseconds of each group of kernels, and of all."""
     shown = [row for row in rows if not row["kernel"] and row["group"] != FIRST_TOKEN]
-    return markdown(
-        pivot(shown, _PLACE, "variant", lambda row: f"{float(row['median ms']):.2f}")
-    )
+    return _by_variant(shown, _PLACE, lambda row: f"{float(row['median ms']):.2f}")
 
 
 def profile_kernels(rows: Rows) -> str:
@@ -303,7 +298,7 @@ def profile_kernels(rows: Rows) -> str:
     def cell(row: dict) -> str:
         return f"{float(row['median ms']):.3f} ({row['launches']})"
 
-    return markdown(pivot(shown, (*_PLACE, "kernel"), "variant", cell))
+    return _by_variant(shown, (*_PLACE, "kernel"), cell)
 
 
 def load(rows: Rows) -> str:
@@ -353,7 +348,7 @@ def _compared(rows: Rows, place: str, words: str) -> str:
                 where = words.format(row[place])
                 worse.append(f"{row['measure']}, {where} ({ratio:.3f})")
     found = f": {'; '.join(worse)}" if worse else " nowhere"
-    table = markdown(pivot(rows, (place, "measure"), "variant", cell))
+    table = _by_variant(rows, (place, "measure"), cell)
     return f"{table}\n\nWorse than stock by more than 3 %, `{variant}`{found}."
 
 
