@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Compiles each variant once per session, whatever the number of xdist workers."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -23,11 +24,16 @@ from vllm_sparse_mla.codegen import (
 )
 from vllm_sparse_mla.codegen.worker import environment
 
-# `make test` compiles what the layer calls and what that is compared with; all of it
-# takes minutes more, and `make test-codegen`. What it adds shares its code with a call
-# of the layer but for one store (no LSE) or index arithmetic (more requests, of which
-# the 192/128 kernel knows nothing), or is a callback that no such call has.
+# `make test` compiles four kernels and what they are compared with: each callback, both
+# head dimensions, with a diagonal and without, with LSE and without. All calls of the
+# layer and the rest of the grid take minutes more, and `make test-codegen`.
 GRID = pytest.mark.extra
+IN_MAKE_TEST = (
+    "192-causal-nolse-dense",
+    "192-causal-lse-offset",
+    "192-causal-lse-offset-key-starts",
+    "256-full-lse-offset-key-starts",
+)
 
 CALLBACKS = {
     "dense": ("dense", False),
@@ -51,15 +57,9 @@ CELLS["256-causal-lse-b2"] = Variant(256, 256, causal=True, batch=2)
 
 def _params(variants: dict[str, Variant]) -> list:
     return [
-        pytest.param(variant, id=name, marks=() if _in_make_test(variant) else GRID)
+        pytest.param(variant, id=name, marks=() if name in IN_MAKE_TEST else GRID)
         for name, variant in variants.items()
     ]
-
-
-def _in_make_test(variant: Variant) -> bool:
-    if variant.batch > 1 or variant.callback in BASELINES:
-        return False
-    return variant.lse or (variant.causal and variant.callback == "dense")
 
 
 OURS = _params(
@@ -72,11 +72,11 @@ OURS = _params(
 # The calls of the 192/128 kernel that apply a diagonal, each beside upstream's kernel.
 DIAGONAL = _params(
     {
-        f"{'lse' if lse else 'nolse'}-b{batch}-{name}": Variant(
+        f"192-causal-{'lse' if lse else 'nolse'}-{requests}{name}": Variant(
             causal=True, lse=lse, batch=batch, callback=callback, key_starts=starts
         )
         for lse in (True, False)
-        for batch in (1, 2)
+        for batch, requests in ((1, ""), (2, "b2-"))
         for name, (callback, starts) in (
             *CALLBACKS.items(),
             *((name, (name, False)) for name in BASELINES),
@@ -99,8 +99,12 @@ UNAFFECTED = [
     ),
 ]
 WORDS = [
-    Variant(*dims, causal, callback="word32")
-    for dims in HEAD_DIMS
+    pytest.param(
+        Variant(dim, dim_v, causal, callback="word32"),
+        id=f"{dim}-{'causal' if causal else 'full'}",
+        marks=() if (dim == 192) is causal else GRID,
+    )
+    for dim, dim_v in HEAD_DIMS
     for causal in (False, True)
 ]
 ALONE = [
@@ -133,8 +137,9 @@ def variants(grid: bool) -> list[Variant]:
     beside_upstreams = chosen(DIAGONAL) + chosen(UNAFFECTED)
     found = [
         *ours,
+        *(replace(variant, key_starts=False) for variant in ours),
         *map(stock_twin, ours),
-        *WORDS,
+        *chosen(WORDS),
         *ALONE,
         *(SLICED if grid else ()),
         *beside_upstreams,
@@ -161,6 +166,12 @@ def masked_causal(request) -> Variant:
     return request.param
 
 
+@pytest.fixture(params=WORDS)
+def one_word(request) -> Variant:
+    """A kernel whose callback loads one word a call."""
+    return request.param
+
+
 @pytest.fixture(params=UNAFFECTED)
 def unaffected(request) -> Variant:
     """A kernel that has no key blocks with a callback and a diagonal."""
@@ -184,54 +195,98 @@ def require_disassembler() -> Callable[[], None]:
 
 
 @pytest.fixture(scope="session")
-def compiled(
-    request: pytest.FixtureRequest,
-    require_disassembler,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[Variant, CodegenRecord]:
-    """Records for sm_100a, by variant (without its target)."""
-    require_disassembler()
-    chosen = variants(
-        grid=any(item.get_closest_marker(GRID.name) for item in request.session.items)
-    )
-    folder: Path = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    cache = folder / "codegen.json"
-    with FileLock(f"{cache}.lock"):
-        if not cache.exists():
-            records = compile_variants(chosen, "sm_100a", jobs=os.cpu_count() or 2)
-            cache.write_text(json.dumps([record.to_dict() for record in records]))
-        found = map(CodegenRecord.from_dict, json.loads(cache.read_text()))
-        return dict(zip(chosen, found))
+def grid(request: pytest.FixtureRequest) -> bool:
+    """Whether this session runs the grid."""
+    return any(item.get_closest_marker(GRID.name) for item in request.session.items)
 
 
 @pytest.fixture(scope="session")
-def run_for_target() -> Callable[..., str]:
-    """Runs code in a process of its own, whose DSL compiles for a target: its output.
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Fills a folder of that name once per session, whichever worker asks first."""
+    base: Path = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
 
-    The DSL latches its target at its first import. What it keeps goes to ``dump`` in
-    the folder, which the code finds by its arguments.
-    """
+    def fill(name: str, make: Callable[[Path], None]) -> Path:
+        folder, part = base / name, base / f"{name}.part"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                part.mkdir()
+                make(part)
+                part.rename(folder)
+        return folder
 
-    def run(folder: Path, target: str, code: str, *arguments: str) -> str:
-        dump = folder / "dump"
-        dump.mkdir()
-        env = os.environ | environment(target, dump)
-        env |= {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TRITON_CACHE_DIR": str(folder / "triton"),
-        }
-        env.pop("TRITON_INTERPRET", None)
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=env,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+    return fill
 
-    return run
+
+@pytest.fixture(scope="session")
+def compiled(grid: bool, require_disassembler, once) -> dict[Variant, CodegenRecord]:
+    """Records for sm_100a, by variant (without its target)."""
+    require_disassembler()
+    chosen = variants(grid)
+
+    def make(folder: Path) -> None:
+        records = compile_variants(chosen, "sm_100a", jobs=os.cpu_count() or 2)
+        text = json.dumps([record.to_dict() for record in records])
+        (folder / "records.json").write_text(text)
+
+    rows = json.loads((once("fa4-sm_100a", make) / "records.json").read_text())
+    return dict(zip(chosen, map(CodegenRecord.from_dict, rows)))
+
+
+# Heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim.
+CONCAT_MLA_K = {
+    "deepseek-16h": (16, 128, 64, 128),
+    "deepseek-128h": (128, 128, 64, 128),
+    "glm-64h": (64, 192, 64, 256),
+}
+# Heads of a rank, of the indexer, their RoPE layout, and whether queries are fp8.
+FUSED_Q = {
+    "-".join(map(str, key)): key
+    for key in (
+        *itertools.product((8, 128), (64,), (False,), (False, True)),
+        *itertools.product((64,), (32,), (True,), (False, True)),
+        *itertools.product((128,), (0,), (False,), (False, True)),
+    )
+}
+STOCK_FUSED_Q = {"stock-128-64-False-False": FUSED_Q["128-64-False-False"]}
+
+
+@pytest.fixture(params=CONCAT_MLA_K)
+def dims_of_k(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=FUSED_Q)
+def fused_q_key(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def other_kernels(once) -> Callable[[str], Path]:
+    """Returns the folder of what the program of this name made for a target."""
+    program = Path(__file__).with_name("other_kernels.py")
+    keys = [json.dumps(table) for table in (CONCAT_MLA_K, FUSED_Q | STOCK_FUSED_Q)]
+
+    def compile_for(target: str) -> Path:
+        def make(folder: Path) -> None:
+            dump = folder / "dump"
+            dump.mkdir()
+            env = os.environ | environment(target, dump)
+            env |= {
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "TRITON_CACHE_DIR": str(folder / "triton"),
+            }
+            env.pop("TRITON_INTERPRET", None)
+            done = subprocess.run(
+                [sys.executable, program, target, folder, *keys],
+                env=env,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+
+        return once(f"others-{target}", make)
+
+    return compile_for

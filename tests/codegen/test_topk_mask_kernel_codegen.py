@@ -18,39 +18,16 @@ pytestmark = pytest.mark.codegen
 
 REGISTERS_PER_SM = 65536
 # Whether rows are read 16 bytes at a time.
-KEYS = (True, False)
-
-# One process per target, which the DSL latches at its first import. The DSL names its
-# dump after argument types, the same for both keys, so each is moved away.
-COMPILE = """
-import json, sys
-from pathlib import Path
-from vllm_sparse_mla.plugin import register
-register()
-from vllm.model_executor.kernels.attention.dsa import topk_mask_cutedsl as module
-dump, keys = Path(sys.argv[1]), json.loads(sys.argv[2])
-kernel = module.TopkMaskKernel()
-for number, key in enumerate(keys):
-    kernel.compile(kernel.CompileKey(key))
-    (cubin,) = dump.glob("*.cubin")
-    cubin.rename(dump.parent / f"{number}.cubin")
-tuning = kernel.tuning
-print(json.dumps({"threads": tuning.threads, "blocks_per_sm": tuning.blocks_per_sm,
-                  "vectors": tuning.vectors}))
-"""
+KEYS = {True: "vectorized", False: "scalar"}
 
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
-def target(request, tmp_path_factory, run_for_target):
+def target(request, other_kernels):
     """Target, tuning, and per key what `read_cubin` says and the full opcodes."""
-    folder = tmp_path_factory.mktemp(request.param)
-    dump = str(folder / "dump")
-    output = run_for_target(folder, request.param, COMPILE, dump, json.dumps(KEYS))
-    tuning = json.loads(output.splitlines()[-1])
-    found = {}
-    for number, key in enumerate(KEYS):
-        path = folder / f"{number}.cubin"
-        found[key] = read_cubin(path), full_opcodes(path)
+    folder = other_kernels(request.param)
+    paths = {key: folder / f"topk_mask-{name}.cubin" for key, name in KEYS.items()}
+    tuning = json.loads((folder / "topk_mask.json").read_text())
+    found = {key: (read_cubin(path), full_opcodes(path)) for key, path in paths.items()}
     return request.param, tuning, found
 
 

@@ -159,7 +159,7 @@ def test_a_column_alignment_is_part_of_what_a_callback_is_known_by(patched):
 
 @pytest.mark.extra
 def test_masks_of_the_patched_tree_are_exact_on_the_host(patched):
-    done = on_sm90([str(HOST_RUN), str(patched)], patched)
+    done = on_sm90([str(HOST_RUN), "--fa4-dir", str(patched)], patched)
     found = [json.loads(x) for x in done.stdout.splitlines() if "exact" in x]
     assert done.returncode == 0, (done.returncode, found, done.stderr[-2000:])
     assert len(found) == 22 and all(case["exact"] for case in found), found

@@ -7,19 +7,20 @@ by ``AttentionMask.apply_mask``; CuTe compiles it for the CPU, the layout of FA4
 tiled matrix product included. Mask storage lies between two pages that may not be
 touched: to stray out of it ends the process.
 
-It is the overlay's ``AttentionMask``, or with an argument that of the ``flash_attn`` in
-that folder, which has to have the patch.
+``--fa4-dir`` names a folder whose ``flash_attn``, which has to have the patch, takes
+the place of the overlay's ``AttentionMask``. Other arguments are the cases; without any
+it is all of them.
 
 Prints a line of JSON for each case: its name, and whether exactly the mask's keys, and
 no key past a request's last, kept their score.
 """
 
+import argparse
 import ctypes
 import functools
 import json
 import math
 import mmap
-import sys
 from dataclasses import dataclass
 from unittest import mock
 
@@ -39,10 +40,15 @@ from vllm_sparse_mla.testing.host_callbacks import (
     to_cute,
 )
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--fa4-dir")
+parser.add_argument("cases", nargs="*")
+ARGUMENTS = parser.parse_args()
+
 register()
 install_parent_module()
-if len(sys.argv) > 1:
-    use_fa4_from(sys.argv[1])
+if ARGUMENTS.fa4_dir:
+    use_fa4_from(ARGUMENTS.fa4_dir)
 
 from quack import layout_utils  # noqa: E402
 
@@ -290,5 +296,6 @@ def is_exact(case: Case) -> bool:
 
 
 if __name__ == "__main__":
-    for name, case in CASES.items():
-        print(json.dumps({"case": name, "exact": is_exact(case)}), flush=True)
+    for name in ARGUMENTS.cases or CASES:
+        line = {"case": name, "exact": is_exact(CASES[name])}
+        print(json.dumps(line), flush=True)
