@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 SOURCE := .venv/vllm-source
 
-.PHONY: run test test-gpu test-launches test-codegen test-patched test-external test-stock mutants lint codegen-latest wheel gpu-report
+.PHONY: run test test-gpu test-launches test-codegen test-grids test-patched test-external test-stock mutants lint codegen-latest wheel gpu-report
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
@@ -27,10 +27,14 @@ test-gpu: $(INSTALLED)
 test-launches: $(INSTALLED)
 	$(BIN)/python -m pytest --gpu -m extra -rs -n 3 tests/serving/test_launches.py $(ARGS)
 
-# What takes minutes more than `make test` should: every compiled variant of the SM100
-# kernels, and the suite on a tree with the exported patches applied.
+# What takes minutes more than `make test` should: every compiled variant of FA4's
+# kernels, the whole grids of the tests of vllm/, and the suite on a tree with the
+# exported patches applied.
 test-codegen: $(INSTALLED)
-	$(BIN)/python -m pytest -m extra tests/codegen $(ARGS)
+	$(BIN)/python -m pytest -m extra tests/codegen tests/vllm_flash_attn $(ARGS)
+
+test-grids: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m grid tests/v1 $(ARGS)
 
 test-patched: export VLLM_SOURCE = $(abspath $(SOURCE))
 test-patched: $(INSTALLED) $(SOURCE)
@@ -48,7 +52,7 @@ gpu-report: $(INSTALLED)
 
 # The tests that would run in vLLM's own CI, against vLLM without the overlay.
 test-stock: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --stock tests/v1 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra" --stock tests/v1 $(ARGS)
 
 # Changes that a test has to notice, each tried in a copy of the tree; ARGS names some.
 mutants: $(INSTALLED)

@@ -47,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu") and not HAS_GPU:
         raise pytest.UsageError("--gpu needs an NVIDIA GPU, and there is none here")
+    if config.getoption("--gpu") and "not (extra or grid)" in config.option.markexpr:
+        config.option.markexpr = "not extra"
     if config.getoption("--stock"):
         # A test that makes vLLM load its plugins gets none either.
         os.environ["VLLM_PLUGINS"] = ""

@@ -28,6 +28,7 @@ REASON = "a reason"
     [
         1,
         pytest.param(2, id="2", marks=pytest.mark.stock_fails("b")),
+        pytest.param(3, id="3", marks=pytest.mark.grid),
     ],
 )
 def test_a(n):
@@ -56,6 +57,7 @@ LIMIT = 1
     [
         1,
         pytest.param(2, id="2"),
+        pytest.param(3, id="3"),
     ],
 )
 def test_a(n):

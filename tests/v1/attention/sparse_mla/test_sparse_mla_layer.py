@@ -108,7 +108,13 @@ def test_a_mask_that_cannot_be_read_never_reaches_fa4(world, fa4_arguments, word
     assert fa4_arguments == []
 
 
-@pytest.mark.parametrize("decodes", [0, 3], ids=["no-decodes", "decodes-in-front"])
+@pytest.mark.parametrize(
+    "decodes",
+    [
+        pytest.param(0, id="no-decodes"),
+        pytest.param(3, id="decodes-in-front", marks=pytest.mark.grid),
+    ],
+)
 @pytest.mark.parametrize("spans", table(PURE))
 def test_pure_prefill(world, spans, decodes):
     step = world.step(spans, decodes=decodes)
@@ -116,7 +122,9 @@ def test_pure_prefill(world, spans, decodes):
     assert [call.callback for call in world.calls] == ["dense_mask_mod"]
 
 
-@pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, SMALL_CHUNKS])
+@pytest.mark.parametrize(
+    "chunk_rows", [pytest.param(ONE_CHUNK, marks=pytest.mark.grid), SMALL_CHUNKS]
+)
 @pytest.mark.parametrize("spans", table(CONTEXT, STOCK_LOSES_KEYS, UNALIGNED))
 def test_context_with_one_mask_of_whole_sequences(world, spans, chunk_rows):
     step = world.step(spans, chunk_rows=chunk_rows)

@@ -69,9 +69,16 @@ def make_step(world, spans, per_range=False, **options):
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "scenario"),
     [
-        *itertools.product(("fp8_ds_mla", "fp8"), SCENARIOS),
+        ("fp8_ds_mla", "chunks"),
+        ("fp8_ds_mla", "chunks-per-range"),
+        ("fp8", "empty-middle"),
+        ("fp8", "decodes-in-front"),
         # Flat like fp8: what differs is the conversion of a byte.
         *(("fp8_e4m3", "chunks"), ("fp8_e5m2", "chunks")),
+        *(
+            pytest.param(*case, marks=pytest.mark.grid)
+            for case in itertools.product(("fp8_ds_mla", "fp8"), SCENARIOS)
+        ),
     ],
 )
 def test_scenarios(make_world, kv_cache_dtype, scenario):
