@@ -27,6 +27,7 @@ try:
     from vllm.model_executor.layers.attention.sparse_mla_h200 import COSTS
     from vllm.model_executor.layers.attention.sparse_mla_warmup import (
         masked_mha_query_lens,
+        prepare_masked_mha,
     )
 except ImportError:  # stock: every test here fails, as marked
     sparse_mla_choice = None
@@ -188,6 +189,20 @@ def test_what_was_not_measured_stays_with_sparse_mqa(
     assert "no coefficients of NVIDIA H200" in line and backend in line
 
 
+def test_at_start_a_line_says_that_the_switch_has_no_effect(
+    on_device, said, monkeypatch
+):
+    """GLM-5.3-Flash in vLLM's first choice of a backend on SM90."""
+    on_device(90, "1")
+    backend = "FLASHINFER_MLA_SPARSE_SM90"
+    config = served.server_config(model="glm-flash", num_layers=3, backend=backend)
+    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", config)
+    assert not any(prepare_masked_mha(x.impl) for x in served.layers_of(config))
+    (line,) = said
+    assert "VLLM_SPARSE_MLA_SM90 has no effect on prefills" in line
+    assert f"{backend} at 256/256" in line
+
+
 @pytest.mark.parametrize("admitted", [True, False])
 @pytest.mark.parametrize("family", [90, 100])
 def test_lengths_that_make_no_sense_are_left_to_vllm(
@@ -321,7 +336,8 @@ def test_a_file_of_no_use_leaves_dispatch_to_vllm(
             taken = layer._use_sparse_mha(make_metadata([4096], [0]))
             assert taken is (admitted and family == 100)
     (line,) = said
-    assert reason in line and "\n" not in line and "dispatched as in vLLM" in line
+    what = {90: "no effect on prefills", 100: "dispatched as in vLLM"}[family]
+    assert reason in line and "\n" not in line and what in line
 
 
 def test_warm_up_covers_what_a_file_lets_through(on_device, table_admits, costs_file):

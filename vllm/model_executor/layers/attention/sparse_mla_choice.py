@@ -79,8 +79,12 @@ def prefill_estimate(
             costs, qk_head_dim, v_head_dim, backend, kv_cache_dtype, num_heads, topk
         )
     except ValueError as error:
+        # On SM90 vLLM's own dispatch takes no prefill to masked MHA.
         logger.warning_once(
-            "Sparse MLA: no estimate, so prefills are dispatched as in vLLM: %s",
+            "Sparse MLA: no estimate, so %s: %s",
+            "VLLM_SPARSE_MLA_SM90 has no effect on prefills"
+            if sm90_masked_mha_enabled()
+            else "prefills are dispatched as in vLLM",
             error,
         )
         return None
