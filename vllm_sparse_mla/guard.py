@@ -78,6 +78,7 @@ OVERLAID_FILES = (
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_choice"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_estimate"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_h200"),
+    OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_index_sharing"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_kv_cache"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_sm90"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_warmup"),

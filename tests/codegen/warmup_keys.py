@@ -210,7 +210,7 @@ def main(arch: str, servers: dict, sabotage: list[str]) -> None:
     if family == 90:
         sparse_mla_sm90._opted_in = lambda: True
     # A fake tensor has no address to check.
-    sparse_mla_attention._check_topk_mask_storage = lambda mask: None
+    sparse_mla_attention.check_topk_mask_storage = lambda mask: None
     result = {}
     for name, options in servers.items():
         config = served.server_config(**options)

@@ -19,7 +19,7 @@ def test_the_installed_file_is_run_and_the_overlay_left_alone():
     assert stock is not overlaid
     assert importlib.import_module(LAYER) is overlaid
     # A definition that only the overlay has, and one of upstream's that it replaces.
-    assert not hasattr(stock, "_check_topk_mask_storage")
+    assert not hasattr(stock, "MASKED_MHA_MODEL_DIMS")
     assert stock._topk_mask_shape is not overlaid._topk_mask_shape
 
 

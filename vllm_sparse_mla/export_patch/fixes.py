@@ -129,7 +129,7 @@ FIXES: dict[str, dict[str, tuple[Edit, ...]]] = {
             Edit(
                 _RUN,
                 _line(_assigned("kwargs", m.Dict())),
-                _above("_check_topk_mask_storage(dense_mask)\n"),
+                _above("check_topk_mask_storage(dense_mask)\n"),
             ),
         ),
     },

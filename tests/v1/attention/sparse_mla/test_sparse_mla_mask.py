@@ -72,11 +72,11 @@ def _storage(shape, offset_words=0, strides=None):
     ],
 )
 def test_storage_that_callbacks_can_read_is_accepted(mask):
-    from vllm.model_executor.layers.attention.sparse_mla_attention import (
-        _check_topk_mask_storage,
+    from vllm.model_executor.kernels.attention.dsa.topk_mask import (
+        check_topk_mask_storage,
     )
 
-    _check_topk_mask_storage(mask)
+    check_topk_mask_storage(mask)
 
 
 @pytest.mark.stock_fails(STORAGE_UNCHECKED)
@@ -114,9 +114,9 @@ def test_storage_that_callbacks_can_read_is_accepted(mask):
     ],
 )
 def test_storage_that_callbacks_would_misread_is_refused(mask, message):
-    from vllm.model_executor.layers.attention.sparse_mla_attention import (
-        _check_topk_mask_storage,
+    from vllm.model_executor.kernels.attention.dsa.topk_mask import (
+        check_topk_mask_storage,
     )
 
     with pytest.raises(ValueError, match=f"mask .*{message}"):
-        _check_topk_mask_storage(mask)
+        check_topk_mask_storage(mask)

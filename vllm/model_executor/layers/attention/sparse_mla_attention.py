@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Masked-MHA prefill of sparse MLA: mask contract, dispatch, layer.
+"""Masked-MHA prefill of sparse MLA: mask shape, dispatch, layer.
 
 Replaces its namesakes in vLLM 0.33.0's module of this name; everything else there
 (metadata, metadata builder, sparse MQA) is upstream's. ``docs/design.md`` states the
@@ -10,13 +10,11 @@ build masks are in ``kernels/attention/dsa``.
 
 import itertools
 import math
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from vllm.logger import init_logger
 from vllm.model_executor.kernels.attention.dsa.concat_mla_k import (
@@ -27,6 +25,8 @@ from vllm.model_executor.kernels.attention.dsa.concat_mla_k import (
 from vllm.model_executor.kernels.attention.dsa.topk_mask import (
     TOPK_MASK_ALIGN_BYTES,
     build_packed_topk_mask,
+    check_topk_mask_storage,
+    topk_mask_view,
 )
 from vllm.model_executor.layers.attention import (
     _upstream_sparse_mla_attention as _upstream,
@@ -38,6 +38,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.model_executor.layers.attention.sparse_mla_choice import (
     prefill_estimate,
     step_pays,
+)
+from vllm.model_executor.layers.attention.sparse_mla_index_sharing import (
+    forget_topk_mask,
+    holds_topk_mask,
+    note_topk_mask,
 )
 from vllm.model_executor.layers.attention.sparse_mla_kv_cache import (
     check_kv_cache,
@@ -139,40 +144,6 @@ def _is_masked_mha_available(
     )
 
 
-def _check_topk_mask_storage(mask: torch.Tensor, name: str = "mask") -> None:
-    """Refuse a mask that FA4's callbacks cannot read with 16-byte loads.
-
-    Raises:
-        ValueError: Not int32 ``[batch, query, word]`` with a contiguous last
-            dimension of whole 16-byte groups, base address and outer strides
-            multiples of 16 bytes.
-    """
-    group_words = TOPK_MASK_ALIGN_BYTES // 4
-    if mask.dtype != torch.int32:
-        raise ValueError(f"{name} must be int32, got {mask.dtype}")
-    if mask.ndim != 3:
-        raise ValueError(
-            f"{name} must be 3-D [batch, query, word], got shape {tuple(mask.shape)}"
-        )
-    if mask.stride(2) != 1:
-        raise ValueError(f"{name} must have last stride 1, got {mask.stride(2)}")
-    if mask.shape[2] % group_words:
-        raise ValueError(
-            f"{name} must have a multiple of {group_words} words a row, "
-            f"got {mask.shape[2]}"
-        )
-    if any(stride % group_words for stride in mask.stride()[:2]):
-        raise ValueError(
-            f"{name} must have batch and row strides that are multiples of "
-            f"{TOPK_MASK_ALIGN_BYTES} bytes, got {mask.stride()} in words of 4 bytes"
-        )
-    if mask.data_ptr() % TOPK_MASK_ALIGN_BYTES:
-        raise ValueError(
-            f"{name} must start at a multiple of {TOPK_MASK_ALIGN_BYTES} bytes, "
-            f"got address {mask.data_ptr():#x}"
-        )
-
-
 def _build_topk_mask(
     topk_indices_per_req: list[torch.Tensor],
     q_lens: list[int],
@@ -206,7 +177,7 @@ def _build_topk_mask(
             f"at most max_q_len: q_lens is {q_lens}, max_q_len {max_q_len}, "
             f"the tensors have {found} rows"
         )
-    _check_topk_mask_storage(out, "out")
+    check_topk_mask_storage(out, "out")
     if not found:
         return out[:0, :max_q_len]
     rows = topk_indices_per_req
@@ -219,60 +190,6 @@ def _build_topk_mask(
     return build_packed_topk_mask(
         topk, cu_q_lens, max_q_len, max_seq_len, out, context_lens=context_lens
     )
-
-
-def _topk_mask_view(
-    workspace: torch.Tensor, shape: tuple[int, int, int]
-) -> torch.Tensor:
-    """The first words of the workspace as a mask.
-
-    Raises:
-        ValueError: The workspace has too few words, or does not start at a multiple
-            of 16 bytes.
-    """
-    needed = math.prod(shape)
-    if needed > workspace.numel():
-        raise ValueError(
-            f"topk_mask_workspace must hold {needed} int32 words for a mask of shape "
-            f"{shape}, got {workspace.numel()}"
-        )
-    mask = workspace[:needed].view(shape)
-    _check_topk_mask_storage(mask, "topk_mask_workspace")
-    return mask
-
-
-@dataclass(frozen=True, eq=False)
-class _TopkMaskSource:
-    """What a mask workspace was last written from.
-
-    The metadata identifies the step and the metadata builder: each builder makes it
-    anew for each step.
-    """
-
-    prefill: "weakref.ref[MLACommonPrefillMetadata]"
-    index_group: object
-    topk_address: int
-    shape: tuple[int, int, int]
-
-    def matches(
-        self,
-        prefill: MLACommonPrefillMetadata,
-        index_group: object,
-        topk: torch.Tensor,
-        shape: tuple[int, int, int],
-    ) -> bool:
-        return (
-            self.prefill() is prefill
-            and self.index_group is index_group
-            and self.topk_address == topk.data_ptr()
-            and self.shape == shape
-        )
-
-
-# Keyed by the workspace itself: builders have one each, several index groups write to
-# one, and whoever writes says so here. A note on the step's metadata would not know of
-# another batch that has written since.
-_TOPK_MASK_SOURCES: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 
 
 class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
@@ -398,8 +315,11 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         shape = _topk_mask_shape(batch_size, prefill.max_query_len, max_seq_len)
         if context is not None and math.prod(shape) > workspace.numel():
             return None
-        mask = _topk_mask_view(workspace, shape)
-        if self._finds_topk_mask(topk, prefill, shape):
+        mask = topk_mask_view(workspace, shape)
+        # What the first layer of a group finds may be of earlier rows in this place.
+        if self.index_group_index > 0 and holds_topk_mask(
+            workspace, prefill, self.index_group, topk, shape
+        ):
             return mask
         build_packed_topk_mask(
             topk,
@@ -409,33 +329,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             mask,
             context_lens=None if context is None else context.context_lens,
         )
-        _TOPK_MASK_SOURCES[workspace] = _TopkMaskSource(
-            weakref.ref(prefill), self.index_group, topk.data_ptr(), shape
-        )
+        note_topk_mask(workspace, prefill, self.index_group, topk, shape)
         return mask
-
-    def _finds_topk_mask(
-        self,
-        topk: torch.Tensor,
-        prefill: MLACommonPrefillMetadata,
-        shape: tuple[int, int, int],
-    ) -> bool:
-        """Whether the workspace holds the whole-sequence mask of this index group.
-
-        Layers that share an indexer result share its mask: the first layer of an index
-        group always builds, the others reuse what they find only if the workspace was
-        last written in this step, by this group, from these rows.
-        """
-        follows = self.index_group is not None and self.index_group_index > 0
-        source = _TOPK_MASK_SOURCES.get(prefill.topk_mask_workspace)
-        found = (
-            follows
-            and source is not None
-            and source.matches(prefill, self.index_group, topk, shape)
-        )
-        if not found:
-            _TOPK_MASK_SOURCES.pop(prefill.topk_mask_workspace, None)
-        return found
 
     def _range_topk_mask(
         self,
@@ -465,8 +360,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         assert workspace is not None
         batch_size = cu_q_lens.shape[0] - 1
         shape = _topk_mask_shape(batch_size, prefill.max_query_len, max_range_len)
-        mask = _topk_mask_view(workspace, shape)
-        _TOPK_MASK_SOURCES.pop(workspace, None)
+        mask = topk_mask_view(workspace, shape)
+        forget_topk_mask(workspace)
         build_packed_topk_mask(
             topk[tokens],
             cu_q_lens,
@@ -511,7 +406,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             # dense_mask_mod, that takes 128 from a multiple of 128 on, reads the second
             # half wrongly. FA4's own choice (0) may split.
             raise ValueError(f"num_splits must be 1 without key_starts: {num_splits}")
-        _check_topk_mask_storage(mask)
+        check_topk_mask_storage(mask)
         return flash_attn_varlen_func(
             q=q,
             k=k,

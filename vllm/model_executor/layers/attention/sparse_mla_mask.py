@@ -10,7 +10,7 @@ answer is one Uint32 keep word per 32 columns, lowest column in the lowest bit.
 
 Storage: the base address and both outer strides are multiples of
 ``TOPK_MASK_ALIGN_BYTES`` and a row holds a multiple of four words.
-``_check_topk_mask_storage`` refuses anything else before a launch, and the loads here
+``check_topk_mask_storage`` refuses anything else before a launch, and the loads here
 promise exactly that to the compiler. The promise has to be made on the pointer: FA4
 passes aux tensors with their natural four-byte alignment, and stride divisibility
 alone leaves four 32-bit loads.

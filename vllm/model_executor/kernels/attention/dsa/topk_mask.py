@@ -3,6 +3,7 @@
 """Bit-packed attention masks from top-k rows."""
 
 import functools
+import math
 
 import torch
 
@@ -17,6 +18,60 @@ logger = init_logger(__name__)
 TOPK_MASK_ALIGN_BYTES = 16
 
 _SCATTER_BLOCK = 1024
+
+
+def check_topk_mask_storage(mask: torch.Tensor, name: str = "mask") -> None:
+    """Refuse a mask that FA4's callbacks cannot read with 16-byte loads.
+
+    Raises:
+        ValueError: Not int32 ``[batch, query, word]`` with a contiguous last
+            dimension of whole 16-byte groups, base address and outer strides
+            multiples of 16 bytes.
+    """
+    group_words = TOPK_MASK_ALIGN_BYTES // 4
+    if mask.dtype != torch.int32:
+        raise ValueError(f"{name} must be int32, got {mask.dtype}")
+    if mask.ndim != 3:
+        raise ValueError(
+            f"{name} must be 3-D [batch, query, word], got shape {tuple(mask.shape)}"
+        )
+    if mask.stride(2) != 1:
+        raise ValueError(f"{name} must have last stride 1, got {mask.stride(2)}")
+    if mask.shape[2] % group_words:
+        raise ValueError(
+            f"{name} must have a multiple of {group_words} words a row, "
+            f"got {mask.shape[2]}"
+        )
+    if any(stride % group_words for stride in mask.stride()[:2]):
+        raise ValueError(
+            f"{name} must have batch and row strides that are multiples of "
+            f"{TOPK_MASK_ALIGN_BYTES} bytes, got {mask.stride()} in words of 4 bytes"
+        )
+    if mask.data_ptr() % TOPK_MASK_ALIGN_BYTES:
+        raise ValueError(
+            f"{name} must start at a multiple of {TOPK_MASK_ALIGN_BYTES} bytes, "
+            f"got address {mask.data_ptr():#x}"
+        )
+
+
+def topk_mask_view(
+    workspace: torch.Tensor, shape: tuple[int, int, int]
+) -> torch.Tensor:
+    """The first words of the workspace as a mask.
+
+    Raises:
+        ValueError: The workspace has too few words, or does not start at a multiple
+            of 16 bytes.
+    """
+    needed = math.prod(shape)
+    if needed > workspace.numel():
+        raise ValueError(
+            f"topk_mask_workspace must hold {needed} int32 words for a mask of shape "
+            f"{shape}, got {workspace.numel()}"
+        )
+    mask = workspace[:needed].view(shape)
+    check_topk_mask_storage(mask, "topk_mask_workspace")
+    return mask
 
 
 @triton.jit(
