@@ -76,6 +76,7 @@ OVERLAID_FILES = (
         "59562acfdd64194009e6b91fb867584a3138a987392d5ba23781c28ab67173aa",
     ),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_choice"),
+    OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_context"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_estimate"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_h200"),
     OverlaidFile("vllm.model_executor.layers.attention.sparse_mla_index_sharing"),

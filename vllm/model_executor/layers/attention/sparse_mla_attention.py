@@ -10,7 +10,6 @@ build masks are in ``kernels/attention/dsa``.
 
 import itertools
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +38,7 @@ from vllm.model_executor.layers.attention.sparse_mla_choice import (
     prefill_estimate,
     step_pays,
 )
+from vllm.model_executor.layers.attention.sparse_mla_context import context_walk
 from vllm.model_executor.layers.attention.sparse_mla_index_sharing import (
     forget_topk_mask,
     holds_topk_mask,
@@ -446,18 +446,10 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             )
         prefill = attn_metadata.prefill
         assert prefill is not None
-        context = prefill.chunked_context
-        assert context is not None
-        # A request without query tokens has nothing to attend or merge with, and the
-        # kernels refuse to be launched over no rows.
-        chunks = [
-            replace(chunk, is_continuation=False)
-            if chunk.continuation_token_end == chunk.token_slice.start
-            else chunk
-            for chunk in context.chunks
-            if chunk.token_slice.start < chunk.token_slice.stop
-        ]
-        if not chunks:
+        walk = context_walk(attn_metadata)
+        walked = walk.prefill
+        assert walked is not None and walked.chunked_context is not None
+        if not walked.chunked_context.chunks:
             # Only requests without query tokens have context: partials of no weight.
             num_queries, num_heads, _ = q.shape
             output = q.new_zeros(num_queries, num_heads, self.v_head_dim)
@@ -490,14 +482,11 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             )
 
         backend: Any = SimpleNamespace(run_prefill_context_chunk=attend)
-        walked = replace(
-            prefill,
-            chunked_context=replace(context, chunks=chunks),
-            prefill_backend=backend,
-        )
-        return self._compute_prefill_context(
-            q, kv_c_and_k_pe_cache, replace(attn_metadata, prefill=walked), k_scale
-        )
+        walked.prefill_backend = backend
+        partials = self._compute_prefill_context(q, kv_c_and_k_pe_cache, walk, k_scale)
+        # It refers to the step, which would live on in a circle.
+        walked.prefill_backend = None
+        return partials
 
     def forward_mha(  # type: ignore[override]
         self,
