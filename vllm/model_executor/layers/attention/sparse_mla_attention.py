@@ -316,7 +316,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         if context is not None and math.prod(shape) > workspace.numel():
             return None
         mask = topk_mask_view(workspace, shape)
-        # What the first layer of a group finds may be of earlier rows in this place.
+        # What the first layer of a group finds may be of earlier rows in this place; a
+        # layer without a group counts as the first of one.
         if self.index_group_index > 0 and holds_topk_mask(
             workspace, prefill, self.index_group, topk, shape
         ):

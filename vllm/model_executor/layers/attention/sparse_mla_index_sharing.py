@@ -39,7 +39,7 @@ def note_topk_mask(
         workspace: the tensor itself, not a view of it.
         prefill: the step's metadata, which stands for the step and its metadata
             builder: each builder makes it anew for each step.
-        index_group: whose indexer result the mask is of; None if of a layer's own.
+        index_group: whose indexer result the mask is of.
         topk: the rows from which it was built.
         shape: of the mask.
     """
@@ -59,11 +59,10 @@ def holds_topk_mask(
     topk: torch.Tensor,
     shape: tuple[int, int, int],
 ) -> bool:
-    """Whether it holds what ``note_topk_mask`` would note; never without a group."""
+    """Whether it holds what ``note_topk_mask`` would note."""
     source = _SOURCES.get(workspace)
     return (
-        index_group is not None
-        and source is not None
+        source is not None
         and source.prefill() is prefill
         and source.index_group is index_group
         and source.topk_address == topk.data_ptr()
