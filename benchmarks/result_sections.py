@@ -323,6 +323,15 @@ def day(rows: Rows) -> str:
     return _compared(rows, "rate", "{} requests/s sent")
 
 
+def upstream_ways(rows: Rows) -> str:
+    """Milliseconds by vLLM's own attention benchmark in its mode mha_vs_mqa."""
+
+    def cell(row: dict) -> str:
+        return f"{float(row['mean_time']) * 1e3:.4f}"
+
+    return markdown(pivot(rows, ("batch_spec",), "backend", cell))
+
+
 def _compared(rows: Rows, place: str, words: str) -> str:
     """Rows of ``compared_rows``; ``words`` say a place in a sentence."""
 

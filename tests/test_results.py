@@ -10,6 +10,7 @@ import plots
 import pytest
 from fit_estimate import fit, read_measured
 from render_results import RESULTS, ROOT, drawn_plots, pages, run_cog
+from result_sections import upstream_ways
 from result_tables import PACKAGES, markdown, pivot, read_rows
 from thresholds import MASKED, RATIO
 
@@ -109,6 +110,16 @@ def test_a_table_keeps_the_order_of_the_rows():
     ]
     lines = [re.sub(r"\s+", " ", line) for line in markdown(table).splitlines()]
     assert lines[0] == "| name | b | a |" and lines[3] == "| a | - | aa |"
+
+
+def test_upstreams_own_benchmark_is_a_column_for_each_way():
+    rows = [
+        {"backend": f"B_{way}", "batch_spec": "q4096", "mean_time": time}
+        for way, time in (("masked_mha", "0.0002238"), ("mqa", "0.0019681"))
+    ]
+    table = re.sub(r"\s+", " ", upstream_ways(rows))
+    assert "| B_masked_mha | B_mqa |" in table
+    assert "| q4096 | 0.2238 | 1.9681 |" in table
 
 
 def test_every_file_of_results_is_shown():
