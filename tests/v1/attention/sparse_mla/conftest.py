@@ -5,6 +5,7 @@
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm.platforms.interface import DeviceCapability
 from vllm_sparse_mla.testing.world import World
 
 # What of FA4's mask module says that it takes packed masks.
@@ -56,41 +58,76 @@ def report():
     return note
 
 
+class _Platform(SimpleNamespace):
+    """As much of a platform as dispatch reads."""
+
+    def is_device_capability_family(self, family: int) -> bool:
+        return self.capability is not None and self.capability[0] == family // 10
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
+        return self.capability and DeviceCapability(*self.capability)
+
+    def get_device_name(self) -> str:
+        return self.gpu
+
+    def is_cuda(self) -> bool:
+        return self.capability is not None
+
+    def is_rocm(self) -> bool:
+        return self.name == "rocm"
+
+    def is_xpu(self) -> bool:
+        return False
+
+
 @pytest.fixture
 def on_device(monkeypatch):
-    """Return a function that fakes the device's family, the opt-in and FA4's branch."""
-    from vllm.model_executor.layers.attention import (
-        sparse_mla_attention,
-        sparse_mla_choice,
-        sparse_mla_sm90,
-    )
+    """Return a function that fakes the device, the opt-in and FA4's SM90 branch.
+
+    Devices are ``sm90`` and the like, ``rocm`` and ``cpu``.
+    """
+    from vllm.model_executor.layers.attention import sparse_mla_attention as layer
+    from vllm.v1.attention.backends import fa_utils
+
+    modules, caches = [layer, fa_utils], []
+    has_opt_in = hasattr(layer, "sm90_masked_mha_enabled")
+    if has_opt_in:
+        from vllm.model_executor.layers.attention import (
+            sparse_mla_choice,
+            sparse_mla_sm90,
+        )
+
+        modules += [sparse_mla_choice, sparse_mla_sm90]
+        caches += [sparse_mla_sm90._opted_in, sparse_mla_choice.prefill_estimate]
 
     def forget() -> None:
-        sparse_mla_sm90._opted_in.cache_clear()
-        sparse_mla_choice.prefill_estimate.cache_clear()
+        for cache in caches:
+            cache.cache_clear()
 
     def fake(
-        family: int,
+        name: str,
         switch: str | None = None,
+        *,
+        fa4: bool = True,
         fa4_mask=_PACKED,
+        fa_version: int | None = None,
         gpu: tuple[str, int] = ("a GPU", 1),
     ) -> None:
         forget()
         monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.cute.mask", fa4_mask)
-        platform = SimpleNamespace(
-            is_device_capability_family=lambda f: f == family,
-            get_device_name=lambda: gpu[0],
+        found = re.fullmatch(r"sm(\d+)", name)
+        platform = _Platform(
+            name=name, capability=found and divmod(int(found[1]), 10), gpu=gpu[0]
         )
-        for module in (sparse_mla_attention, sparse_mla_choice, sparse_mla_sm90):
+        for module in modules:
             monkeypatch.setattr(module, "current_platform", platform)
-        monkeypatch.setattr(sparse_mla_choice, "num_compute_units", lambda: gpu[1])
-        monkeypatch.setattr(sparse_mla_attention, "is_fa_version_supported", bool)
-        # What vLLM's selector says: FA3 on SM90, FA4 on SM100.
-        monkeypatch.setattr(
-            sparse_mla_attention,
-            "get_flash_attn_version",
-            lambda **_: 4 if family == 100 else 3,
-        )
+        if has_opt_in:
+            monkeypatch.setattr(sparse_mla_choice, "num_compute_units", lambda: gpu[1])
+            monkeypatch.setattr(layer, "is_fa_version_supported", lambda version: fa4)
+        # vLLM's choice: FA3 on SM90, FA4 on SM100, FA2 or none elsewhere.
+        chosen = {"sm90": 3, "sm100": 4, "sm103": 4, "rocm": None, "cpu": None}
+        version = fa_version or chosen.get(name, 2)
+        monkeypatch.setattr(layer, "get_flash_attn_version", lambda **_: version)
         if switch is None:
             monkeypatch.delenv("VLLM_SPARSE_MLA_SM90", raising=False)
         else:

@@ -115,7 +115,7 @@ def make_layer(**options):
 def test_the_shorter_estimate_decides(
     on_device, model, backend, size, query_lens, context_lens
 ):
-    on_device(90, "1")
+    on_device("sm90", "1")
     layer = make_layer(model=model, backend=backend, tensor_parallel_size=size)
     dims = (layer.impl.qk_head_dim, layer.impl.v_head_dim)
     heads = layer.impl.num_heads
@@ -129,7 +129,7 @@ def test_the_shorter_estimate_decides(
 
 def test_batches_of_one_length_go_both_ways(on_device, long_batch):
     """The longest query and the longest sequence, by which vLLM decides, are alike."""
-    on_device(90, "1")
+    on_device("sm90", "1")
     layer = make_layer(backend="FLASH_ATTN_MLA_SPARSE")
     assert layer._use_sparse_mha(long_batch)
     many = make_metadata([16] * 16 + [4096], [14000] * 16 + [0])
@@ -139,7 +139,7 @@ def test_batches_of_one_length_go_both_ways(on_device, long_batch):
 @pytest.mark.parametrize("topk", [512, 1024])
 @pytest.mark.parametrize("size", [1, 4, 16])
 def test_other_topks_and_sizes_get_an_answer(on_device, topk, size):
-    on_device(90, "1")
+    on_device("sm90", "1")
     layer = make_layer(backend="FLASH_ATTN_MLA_SPARSE", tensor_parallel_size=size)
     answers = {
         layer._use_sparse_mha(make_metadata([n], [0], topk)) for n in (2500, 500_000)
@@ -148,7 +148,7 @@ def test_other_topks_and_sizes_get_an_answer(on_device, topk, size):
 
 
 def test_a_step_is_estimated_once(on_device, monkeypatch, long_batch):
-    on_device(90, "1")
+    on_device("sm90", "1")
     asked = []
     ask = PrefillEstimate.microseconds
     monkeypatch.setattr(
@@ -164,9 +164,9 @@ def test_a_step_is_estimated_once(on_device, monkeypatch, long_batch):
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize(("family", "switch"), [(100, "1"), (100, None)])
-def test_elsewhere_vllms_table_decides(on_device, table_admits, said, family, switch):
-    on_device(family, switch)
+@pytest.mark.parametrize("switch", ["1", None])
+def test_elsewhere_vllms_table_decides(on_device, table_admits, said, switch):
+    on_device("sm100", switch)
     layer = make_layer(tensor_parallel_size=1)
     for admitted in (True, False):
         table_admits(admitted)
@@ -180,7 +180,7 @@ def test_elsewhere_vllms_table_decides(on_device, table_admits, said, family, sw
 def test_what_was_not_measured_stays_with_sparse_mqa(
     on_device, table_admits, said, backend
 ):
-    on_device(90, "1")
+    on_device("sm90", "1")
     table_admits(True)
     layer = make_layer(backend=backend)
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_at_start_a_line_says_that_the_switch_has_no_effect(
     on_device, said, monkeypatch
 ):
     """GLM-5.3-Flash in vLLM's first choice of a backend on SM90."""
-    on_device(90, "1")
+    on_device("sm90", "1")
     backend = "FLASHINFER_MLA_SPARSE_SM90"
     config = served.server_config(model="glm-flash", num_layers=3, backend=backend)
     monkeypatch.setattr("vllm.config.vllm._current_vllm_config", config)
@@ -204,15 +204,15 @@ def test_at_start_a_line_says_that_the_switch_has_no_effect(
 
 
 @pytest.mark.parametrize("admitted", [True, False])
-@pytest.mark.parametrize("family", [90, 100])
+@pytest.mark.parametrize("name", ["sm90", "sm100"])
 def test_lengths_that_make_no_sense_are_left_to_vllm(
-    on_device, table_admits, said, costs_file, family, admitted
+    on_device, table_admits, said, costs_file, name, admitted
 ):
-    on_device(family, "1", gpu=B200)
+    on_device(name, "1", gpu=B200)
     costs_file()
     table_admits(admitted)
     taken = make_layer()._use_sparse_mha(make_metadata([4096], [-4]))
-    assert taken is (admitted and family == 100)
+    assert taken is (admitted and name == "sm100")
     assert len(said) == 1 and "negative lengths" in said[0]
 
 
@@ -245,11 +245,11 @@ def scale_masked_mha(factor: float):
 
 @pytest.mark.parametrize("admitted", [True, False])
 @pytest.mark.parametrize(("factor", "pays"), [(0.01, True), (100, False)])
-@pytest.mark.parametrize(("family", "switch"), [(90, "1"), (100, None)])
+@pytest.mark.parametrize(("name", "switch"), [("sm90", "1"), ("sm100", None)])
 def test_a_file_measured_here_decides(
-    on_device, table_admits, costs_file, said, family, switch, factor, pays, admitted
+    on_device, table_admits, costs_file, said, name, switch, factor, pays, admitted
 ):
-    on_device(family, switch, gpu=B200)
+    on_device(name, switch, gpu=B200)
     costs_file(scale_masked_mha(factor))
     table_admits(admitted)
     for options in ({}, dict(model="glm", tensor_parallel_size=1)):
@@ -260,7 +260,7 @@ def test_a_file_measured_here_decides(
 
 
 def test_the_room_for_masks_is_asked_for_under_a_file_too(on_device, costs_file):
-    on_device(100, gpu=B200)
+    on_device("sm100", gpu=B200)
     costs_file(scale_masked_mha(0.01))
     metadata = make_metadata([4096], [0])
     metadata.prefill.topk_mask_workspace = torch.empty(4, dtype=torch.int32)
@@ -272,7 +272,7 @@ def test_backends_that_share_a_kernel_share_its_coefficients(on_device, costs_fi
         ways = costs["microseconds"]["192/128"]
         ways["FLASHINFER_MLA_SPARSE"] = ways.pop("FLASHMLA_SPARSE")
 
-    on_device(100, gpu=B200)
+    on_device("sm100", gpu=B200)
     costs_file(rename)
     layer = make_layer(backend="FLASH_ATTN_MLA_SPARSE_FA4")
     assert layer._use_sparse_mha(make_metadata([4096], [0]))
@@ -312,13 +312,12 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("where", [(90, "1"), (100, None)], ids=["sm90", "sm100"])
+@pytest.mark.parametrize(("name", "switch"), [("sm90", "1"), ("sm100", None)])
 @pytest.mark.parametrize("case", [*UNUSABLE, *UNREADABLE, "missing", "a-folder"])
 def test_a_file_of_no_use_leaves_dispatch_to_vllm(
-    on_device, table_admits, costs_file, said, monkeypatch, tmp_path, where, case
+    on_device, table_admits, costs_file, said, monkeypatch, tmp_path, name, switch, case
 ):
-    family, switch = where
-    on_device(family, switch, gpu=B200)
+    on_device(name, switch, gpu=B200)
     if case in UNUSABLE:
         change, reason = UNUSABLE[case]
         costs_file(change)
@@ -334,15 +333,15 @@ def test_a_file_of_no_use_leaves_dispatch_to_vllm(
         table_admits(admitted)
         for layer in layers:
             taken = layer._use_sparse_mha(make_metadata([4096], [0]))
-            assert taken is (admitted and family == 100)
+            assert taken is (admitted and name == "sm100")
     (line,) = said
-    what = {90: "no effect on prefills", 100: "dispatched as in vLLM"}[family]
+    what = {"sm90": "no effect on prefills", "sm100": "dispatched as in vLLM"}[name]
     assert reason in line and "\n" not in line and what in line
 
 
 def test_warm_up_covers_what_a_file_lets_through(on_device, table_admits, costs_file):
     """Lengths of which vLLM's table admits none, those just above the top-k too."""
-    on_device(100, gpu=B200)
+    on_device("sm100", gpu=B200)
     table_admits(False)
 
     def short_prompts_alone(costs):
@@ -363,7 +362,7 @@ def test_warm_up_covers_what_a_file_lets_through(on_device, table_admits, costs_
 
 
 def test_a_log_line_names_the_lengths(on_device):
-    on_device(90, "1")
+    on_device("sm90", "1")
     estimate = make_estimate(COSTS, 192, 128, "FLASH_ATTN_MLA_SPARSE", "auto", 16, 2048)
     line = sparse_mla_choice.describe_estimate(estimate, 163840)
     ((first, last),) = whole_prompts(estimate, 163840)

@@ -3,6 +3,7 @@
 """Where masked MHA is available, on which models, and who has the last word."""
 
 import importlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,6 @@ import torch
 
 import vllm.envs as envs
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
-from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backends import fa_utils
 from vllm_sparse_mla.testing.layer import Dims
 
 NO_OPT_IN = "stock has no opt-in for SM90"
@@ -22,63 +21,10 @@ GLM = (64, 512, 192, 64, 256)
 GLM_FLASH = (64, 512, 256, 0, 256)
 MODELS = {"deepseek": DEEPSEEK, "glm": GLM, "glm-flash": GLM_FLASH}
 
-SM = {
-    "sm80": (8, 0),
-    "sm90": (9, 0),
-    "sm100": (10, 0),
-    "sm103": (10, 3),
-    "sm110": (11, 0),
-    "sm120": (12, 0),
-    "sm121": (12, 1),
-    "rocm": None,
-    "cpu": None,
-}
-
-
-class Platform(SimpleNamespace):
-    """As much of a platform as dispatch reads."""
-
-    def is_device_capability_family(self, family):
-        capability = self.capability
-        return capability is not None and capability[0] == family // 10
-
-    def get_device_capability(self, device_id=0):
-        return None if self.capability is None else DeviceCapability(*self.capability)
-
-    def is_cuda(self):
-        return self.name.startswith("sm")
-
-    def is_rocm(self):
-        return self.name == "rocm"
-
-    def is_xpu(self):
-        return False
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Put dispatch on another device, with or without the opt-in."""
-
-    def put(name, opt_in=False, fa4=True, fa_version=None):
-        platform = Platform(name=name, capability=SM[name])
-        modules = [sparse_mla_attention, fa_utils]
-        if hasattr(sparse_mla_attention, "sm90_masked_mha_enabled"):
-            opt_in_module = importlib.import_module(MODULES + "sparse_mla_sm90")
-            modules.append(opt_in_module)
-            monkeypatch.setattr(opt_in_module, "_opted_in", lambda: opt_in)
-            monkeypatch.setattr(
-                sparse_mla_attention, "is_fa_version_supported", lambda v: fa4
-            )
-        for module in modules:
-            monkeypatch.setattr(module, "current_platform", platform)
-        # vLLM's choice: FA3 on SM90, FA4 on SM100, FA2 or none elsewhere.
-        chosen = {"sm90": 3, "sm100": 4, "sm103": 4, "rocm": None, "cpu": None}
-        version = chosen.get(name, 2) if fa_version is None else fa_version
-        monkeypatch.setattr(
-            sparse_mla_attention, "get_flash_attn_version", lambda **kwargs: version
-        )
-
-    return put
+DEVICES = (
+    *("sm80", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121"),
+    *("rocm", "cpu"),
+)
 
 
 def available(dims, kv_cache_dtype="auto"):
@@ -86,9 +32,9 @@ def available(dims, kv_cache_dtype="auto"):
 
 
 @pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("name", SM)
-def test_devices_without_the_opt_in(on, name, dims):
-    on(name)
+@pytest.mark.parametrize("name", DEVICES)
+def test_devices_without_the_opt_in(on_device, name, dims):
+    on_device(name)
     assert available(dims) is (name in ("sm100", "sm103"))
 
 
@@ -96,11 +42,61 @@ def test_devices_without_the_opt_in(on, name, dims):
 @pytest.mark.parametrize(
     "name",
     [pytest.param("sm90", marks=pytest.mark.stock_fails(NO_OPT_IN))]
-    + [name for name in SM if name != "sm90"],
+    + [name for name in DEVICES if name != "sm90"],
 )
-def test_devices_with_the_opt_in(on, name, dims):
-    on(name, opt_in=True)
+def test_devices_with_the_opt_in(on_device, name, dims):
+    on_device(name, "1")
+    enabled = getattr(sparse_mla_attention, "sm90_masked_mha_enabled", bool)
+    assert enabled() is (name == "sm90")
     assert available(dims) is (name in ("sm90", "sm100", "sm103"))
+
+
+@pytest.fixture
+def opt_in():
+    """The opt-in's module, which stock lacks."""
+    return importlib.import_module(MODULES + "sparse_mla_sm90")
+
+
+ON, OFF = ("1", "true"), ("0", "")
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [*(pytest.param(x, marks=pytest.mark.stock_fails(NO_OPT_IN)) for x in ON), *OFF],
+)
+def test_values_of_the_switch(on_device, switch):
+    on_device("sm90", switch)
+    assert available(DEEPSEEK) is (switch in ON)
+
+
+@pytest.mark.stock_fails(NO_OPT_IN)
+@pytest.mark.parametrize(
+    "fa4_mask",
+    [SimpleNamespace(AttentionMask=SimpleNamespace()), None],
+    ids=["stock", "none"],
+)
+def test_without_the_packed_branch_the_switch_warns_and_does_nothing(
+    on_device, opt_in, monkeypatch, fa4_mask
+):
+    """FA4 may be unpatched, or the switch set when its module was loaded already."""
+    on_device("sm90", "1", fa4_mask=fa4_mask)
+    warned = []
+    monkeypatch.setattr(
+        opt_in.logger, "warning", lambda msg, *args: warned.append(msg % args)
+    )
+    assert not opt_in.sm90_masked_mha_enabled()
+    assert not available(DEEPSEEK)
+    (line,) = warned
+    assert "masked MHA stays off" in line
+
+
+@pytest.mark.stock_fails(NO_OPT_IN)
+@pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1")])
+def test_the_switch_is_read_once(on_device, opt_in, monkeypatch, first, then):
+    on_device("sm90", first)
+    assert opt_in.sm90_masked_mha_enabled() is (first == "1")
+    monkeypatch.setenv("VLLM_SPARSE_MLA_SM90", then)
+    assert opt_in.sm90_masked_mha_enabled() is (first == "1")
 
 
 NEAR_MISSES = {
@@ -117,18 +113,20 @@ NEAR_MISSES = {
 }
 
 
-@pytest.mark.parametrize("opt_in", [False, True], ids=["default", "opt-in"])
+@pytest.mark.parametrize("switch", [None, "1"], ids=["default", "opt-in"])
 @pytest.mark.parametrize("dims", NEAR_MISSES.values(), ids=NEAR_MISSES)
-def test_models_that_nearly_fit(on, dims, opt_in):
-    on("sm90" if opt_in else "sm100", opt_in)
+def test_models_that_nearly_fit(on_device, dims, switch):
+    on_device("sm90" if switch else "sm100", switch)
     assert not available(dims)
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
-def test_heads_are_counted_over_all_ranks(on, dims, tensor_parallel_size, monkeypatch):
+def test_heads_are_counted_over_all_ranks(
+    on_device, dims, tensor_parallel_size, monkeypatch
+):
     """The layer multiplies its own heads by the tensor parallel size."""
-    on("sm100")
+    on_device("sm100")
     cls = sparse_mla_attention.SparseMLACommonImpl
     monkeypatch.setitem(
         cls.__init__.__globals__,
@@ -147,16 +145,16 @@ def test_heads_are_counted_over_all_ranks(on, dims, tensor_parallel_size, monkey
 
 @pytest.mark.parametrize("version", [2, 3, 4])
 @pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
-def test_only_fa4_on_sm100(on, dims, version):
-    on("sm100", fa_version=version)
+def test_only_fa4_on_sm100(on_device, dims, version):
+    on_device("sm100", fa_version=version)
     assert available(dims) is (version == 4)
 
 
 @pytest.mark.stock_fails(NO_OPT_IN)
-def test_the_opt_in_asks_whether_fa4_runs_not_what_vllm_prefers(on):
-    on("sm90", opt_in=True, fa4=True, fa_version=3)
+def test_the_opt_in_asks_whether_fa4_runs_not_what_vllm_prefers(on_device):
+    on_device("sm90", "1", fa4=True)
     assert available(DEEPSEEK)
-    on("sm90", opt_in=True, fa4=False, fa_version=3)
+    on_device("sm90", "1", fa4=False)
     assert not available(DEEPSEEK)
 
 
@@ -164,21 +162,39 @@ UNQUANTIZED = ("auto", "bfloat16", "float16")
 READ_WITH_THE_OPT_IN = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 NEVER_READ = ("nvfp4_ds_mla", "nvfp4", "fp8_per_token_head", "turboquant_k8v4")
 KV_CACHE_DTYPES = UNQUANTIZED + READ_WITH_THE_OPT_IN + NEVER_READ
+BLACKWELL = ("sm100", "sm103")
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
-@pytest.mark.parametrize("name", ["sm100", "sm103"])
-def test_kv_cache_dtypes(on, name, kv_cache_dtype):
-    on(name)
+@pytest.mark.parametrize("name", BLACKWELL)
+def test_kv_cache_dtypes(on_device, name, kv_cache_dtype):
+    on_device(name)
     assert available(DEEPSEEK, kv_cache_dtype) is (kv_cache_dtype in UNQUANTIZED)
 
 
-@pytest.mark.stock_fails(NO_OPT_IN)
-@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
-@pytest.mark.parametrize("name", ["sm90", "sm100", "sm103"])
-def test_kv_cache_dtypes_with_the_opt_in(on, name, kv_cache_dtype, monkeypatch):
+AS_IN_STOCK = (
+    *itertools.product(("sm90",), NEVER_READ),
+    *itertools.product(BLACKWELL, UNQUANTIZED + NEVER_READ),
+)
+BY_OPT_IN = (
+    *itertools.product(("sm90",), UNQUANTIZED + READ_WITH_THE_OPT_IN),
+    *itertools.product(BLACKWELL, READ_WITH_THE_OPT_IN),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    [
+        *AS_IN_STOCK,
+        *(
+            pytest.param(*case, marks=pytest.mark.stock_fails(NO_OPT_IN))
+            for case in BY_OPT_IN
+        ),
+    ],
+)
+def test_kv_cache_dtypes_with_the_opt_in(on_device, name, kv_cache_dtype, monkeypatch):
     """On SM90 the one switch covers quantized caches, on SM100 it takes another."""
-    on(name, opt_in=name == "sm90")
+    on_device(name, "1" if name == "sm90" else None)
     if name != "sm90":
         switch = "VLLM_SPARSE_MLA_QUANTIZED_KV"
         monkeypatch.setitem(envs.environment_variables, switch, lambda: True)
@@ -188,8 +204,8 @@ def test_kv_cache_dtypes_with_the_opt_in(on, name, kv_cache_dtype, monkeypatch):
 
 @pytest.mark.stock_fails(NO_OPT_IN)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
-def test_rows_of_fp8_ds_mla_have_a_rope_part(on, kv_cache_dtype):
-    on("sm90", opt_in=True)
+def test_rows_of_fp8_ds_mla_have_a_rope_part(on_device, kv_cache_dtype):
+    on_device("sm90", "1")
     assert available(GLM, kv_cache_dtype)
     assert available(GLM_FLASH, kv_cache_dtype) is (kv_cache_dtype != "fp8_ds_mla")
 
@@ -204,7 +220,7 @@ def test_rows_of_fp8_ds_mla_have_a_rope_part(on, kv_cache_dtype):
     ],
 )
 def test_a_server_where_only_the_cache_refuses_says_why(
-    on, kv_cache_dtype, reason, monkeypatch
+    on_device, kv_cache_dtype, reason, monkeypatch
 ):
     said = []
     monkeypatch.setattr(
@@ -213,9 +229,9 @@ def test_a_server_where_only_the_cache_refuses_says_why(
         lambda message, *args: said.append(message % args),
         raising=False,
     )
-    on("sm90")
+    on_device("sm90")
     assert not available(DEEPSEEK, kv_cache_dtype)
-    on("sm100")
+    on_device("sm100")
     assert not available((16, *DEEPSEEK[1:]), kv_cache_dtype)
     assert said == []
     assert not available(DEEPSEEK, kv_cache_dtype)

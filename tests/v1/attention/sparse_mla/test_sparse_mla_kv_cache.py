@@ -111,11 +111,19 @@ def test_halved_lengths_are_installed_once_with_a_warning(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "expected"), [("auto", []), ("fp8", ["halved"])]
+    ("device", "kv_cache_dtype", "expected"),
+    [
+        ("sm100", "auto", []),
+        ("sm100", "fp8", ["halved"]),
+        ("sm100", "fp8_ds_mla", ["halved"]),
+        ("sm90", "fp8_ds_mla", []),
+    ],
 )
 def test_which_thresholds_a_loaded_layer_installs(
-    monkeypatch, kv_cache_dtype, expected
+    on_device, monkeypatch, device, kv_cache_dtype, expected
 ):
+    """Under the Hopper opt-in SM90 has an estimate, of quantized caches too."""
+    on_device(device, "1")
     installed = []
     for name, value in (
         ("install_quantized_kv_thresholds", lambda: installed.append("halved")),
