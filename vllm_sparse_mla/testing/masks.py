@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Top-k rows, and the packed masks that they mean."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -33,6 +35,44 @@ def causal_topk(length: int, topk: int, generator: torch.Generator) -> torch.Ten
         best = scores.topk(topk, dim=-1)
         parts.append(best.indices.where(best.values >= 0, -1).int())
     return torch.cat(parts)
+
+
+def random_topk(
+    rows: int,
+    topk: int,
+    num_keys: int,
+    *,
+    seed: int = 0,
+    hostile: bool = False,
+    offset: int = 0,
+    padding: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Rows with duplicates, and -1 anywhere.
+
+    Args:
+        rows: to draw.
+        topk: indices of a row.
+        num_keys: above all indices of keys.
+        seed: of all that is drawn.
+        hostile: indices out of range too, the largest and the smallest among them.
+        offset: columns of the storage before the rows'.
+        padding: columns of the storage after the rows'.
+        device: of the rows.
+
+    Returns:
+        int32 `[rows, topk]`.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (rows, offset + topk + padding)
+    index = torch.randint(num_keys, shape, generator=generator, device=device)
+    kind = torch.randint(12, shape, generator=generator, device=device)
+    index[kind == 0] = -1
+    if hostile:
+        values = (num_keys, num_keys + 33, 2**31 - 1, -(2**31), -2)
+        for code, value in enumerate(values, start=1):
+            index[kind == code] = value
+    return index.int()[:, offset : offset + topk]
 
 
 def pack(grid: np.ndarray) -> torch.Tensor:
@@ -99,3 +139,85 @@ class GuardedMask:
         """Fails if a word beside the storage was written."""
         zones = (self._guarded[:PADDING], self._guarded[-PADDING:])
         assert (torch.cat(zones) == CANARY).all(), "written beside the mask"
+
+
+class MaskCall:
+    """A call of a mask builder, whose storage is full of words that it shall replace.
+
+    Attributes:
+        arguments: what every builder takes, `out` and its optional vectors included.
+        view: the part of `out` that the call has to write.
+    """
+
+    def __init__(
+        self,
+        topk: torch.Tensor,
+        q_lens: Sequence[int],
+        max_q_len: int,
+        num_keys: int,
+        context_lens: Sequence[int] | None = None,
+        range_starts: Sequence[int] | None = None,
+        spare: tuple[int, int, int] = (1, 0, 0),
+    ) -> None:
+        """Prepare a call.
+
+        Args:
+            topk: int32 `[queries, topk]`, the rows of all requests.
+            q_lens: queries of each request.
+            max_q_len: rows to write for each request.
+            num_keys: keys of a row.
+            context_lens: tokens before each request's queries; None is none.
+            range_starts: the key in bit 0 of each request's rows; None is key 0.
+            spare: requests, rows and words of the storage beyond the mask's.
+        """
+        from vllm.model_executor.layers.attention.sparse_mla_attention import (
+            _topk_mask_shape,
+        )
+
+        def vector(values: Sequence[int] | None) -> torch.Tensor | None:
+            if values is not None:
+                return torch.tensor(values, dtype=torch.int32, device=topk.device)
+            return None
+
+        shape = _topk_mask_shape(len(q_lens), max_q_len, num_keys)
+        whole = [size + more for size, more in zip(shape, spare)]
+        self._storage = torch.empty(
+            math.prod(whole) + 2 * PADDING, dtype=torch.int32, device=topk.device
+        )
+        out = self._storage[PADDING:-PADDING].view(whole)[..., : shape[2]]
+        self.view = out[: len(q_lens), :max_q_len]
+        self.poison()
+        cu_q_lens = vector([0, *itertools.accumulate(q_lens)])
+        sizes = (cu_q_lens, max_q_len, num_keys, out)
+        self.arguments = (topk, *sizes, vector(context_lens), vector(range_starts))
+        self._expected = (context_lens or [0] * len(q_lens), range_starts)
+        self._q_lens = q_lens
+
+    def poison(self) -> None:
+        """Fill the storage anew."""
+        self._storage.fill_(CANARY)
+
+    def build(self, builder: Callable[..., object]) -> torch.Tensor:
+        """Call a builder: the view."""
+        builder(*self.arguments)
+        return self.view
+
+    def words(self, builder: Callable[..., object]) -> torch.Tensor:
+        """What a builder writes; fails if it writes outside the view."""
+        found = self.build(builder).clone()
+        self.view.fill_(CANARY)
+        assert (self._storage == CANARY).all(), "a word outside the view changed"
+        return found
+
+    def expected(self) -> torch.Tensor:
+        """The view's words, see `expected_mask`."""
+        topk, _, max_q_len, num_keys, out, *_ = self.arguments
+        return expected_mask(
+            topk, self._q_lens, max_q_len, num_keys, out.shape[2], *self._expected
+        ).to(out.device)
+
+    def check(self, builder: Callable[..., object]) -> None:
+        """Fails if a builder writes anything but the expected words."""
+        # Built before the expectation, so that no recycled memory holds the answer.
+        found = self.words(builder)
+        assert torch.equal(found, self.expected())

@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The mask builder's front and kernels, bit for bit against a dense boolean grid."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,7 +9,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     _build_topk_mask,
     _topk_mask_shape,
 )
-from vllm_sparse_mla.testing.masks import CANARY, GuardedMask, expected_mask
+from vllm_sparse_mla.testing.masks import CANARY, MaskCall, random_topk
 
 INT32_MAX = 2**31 - 1
 
@@ -21,55 +20,30 @@ STALE_WORDS = "stock leaves words past the last key as they were"
 OWN_ROW_COUNT = "stock places a request's rows by max_q_len, not by out's batch stride"
 
 
-def build_packed(*args, **options):
+def build_packed(*args):
     from vllm.model_executor.kernels.attention.dsa import topk_mask
 
-    return topk_mask.build_packed_topk_mask(*args, **options)
+    *args, context_lens, range_starts = args
+    return topk_mask.build_packed_topk_mask(
+        *args, context_lens=context_lens, range_starts=range_starts
+    )
 
 
-class Guarded:
-    """An `out` full of ones between two zones of canary words."""
-
-    def __init__(self, shape, device):
-        self.mask = GuardedMask(int(np.prod(shape)), device)
-        self.out = self.mask.words.view(shape)
-
-    def assert_untouched_outside(self, view):
-        self.mask.assert_canaries()
-        outside = torch.ones(self.out.shape, dtype=torch.bool)
-        outside[: view.shape[0], : view.shape[1]] = False
-        assert (self.out.cpu()[outside] == -1).all(), "a word outside the view changed"
+def build_by_request(topk, cu_q_lens, max_q_len, num_keys, out, *_):
+    q_lens = cu_q_lens.diff().tolist()
+    per_request = list(topk.split(q_lens))
+    return _build_topk_mask(per_request, q_lens, max_q_len, num_keys, out)
 
 
-def expected_words(*args):
-    return expected_mask(*args).numpy()
-
-
-def random_topk(rows, topk, num_keys, seed=0):
-    """Rows with -1 anywhere, duplicates, and indices at and past the last key."""
-    generator = torch.Generator().manual_seed(seed)
-    index = torch.randint(0, num_keys, (rows, topk), generator=generator)
-    kind = torch.randint(0, 10, (rows, topk), generator=generator)
-    index[kind == 0] = -1
-    return index.int()
-
-
-def hostile_topk(rows, topk, num_keys, seed=0):
-    index = random_topk(rows, topk, num_keys, seed)
-    kind = torch.randint(0, 8, index.shape, generator=torch.Generator().manual_seed(1))
-    index[kind == 0] = num_keys
-    index[kind == 1] = num_keys + 40
-    index[kind == 2] = -(2**31)
-    return index
-
-
-def build_both(topk, q_lens, num_keys, device, max_q_len=None):
-    rows = max(q_lens, default=0) if max_q_len is None else max_q_len
-    guarded = Guarded(_topk_mask_shape(len(q_lens) + 1, rows, num_keys), device)
-    per_request = list(topk.to(device).split(q_lens)) if q_lens else []
-    view = _build_topk_mask(per_request, q_lens, rows, num_keys, guarded.out)
-    expected = expected_words(topk, q_lens, rows, num_keys, guarded.out.shape[2])
-    return guarded, view, expected
+def every_key(topk, q_lens, num_keys, device, max_q_len=None):
+    """A call whose keys all come before the queries."""
+    return MaskCall(
+        topk.to(device),
+        q_lens,
+        max_q_len or max(q_lens),
+        num_keys,
+        [INT32_MAX] * len(q_lens),
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,17 +59,13 @@ def build_both(topk, q_lens, num_keys, device, max_q_len=None):
 )
 def test_keys_at_every_edge(num_keys, device):
     topk = random_topk(5, 64, num_keys, seed=num_keys)
-    guarded, view, expected = build_both(topk, [5], num_keys, device)
-    np.testing.assert_array_equal(view.cpu().numpy(), expected)
-    guarded.assert_untouched_outside(view)
+    every_key(topk, [5], num_keys, device).check(build_by_request)
 
 
 @pytest.mark.parametrize("num_queries", [1, 7, 128, 129, 256, 257])
 def test_queries_at_every_edge(num_queries, device):
     topk = random_topk(num_queries, 16, 128, seed=num_queries)
-    guarded, view, expected = build_both(topk, [num_queries], 128, device)
-    np.testing.assert_array_equal(view.cpu().numpy(), expected)
-    guarded.assert_untouched_outside(view)
+    every_key(topk, [num_queries], 128, device).check(build_by_request)
 
 
 @pytest.mark.stock_fails(OWN_ROW_COUNT)
@@ -111,37 +81,22 @@ def test_queries_at_every_edge(num_queries, device):
 )
 def test_several_requests(q_lens, device):
     topk = random_topk(sum(q_lens), 32, 256)
-    guarded, view, expected = build_both(topk, q_lens, 256, device, max_q_len=12)
-    np.testing.assert_array_equal(view.cpu().numpy(), expected)
-    guarded.assert_untouched_outside(view)
-
-
-@pytest.mark.stock_fails(OUT_OF_RANGE)
-@pytest.mark.parametrize("q_lens", [[6], [2, 4]], ids=["one-request", "two-requests"])
-def test_hostile_indices_set_nothing_and_write_nowhere(q_lens, device):
-    topk = hostile_topk(sum(q_lens), 48, 100)
-    guarded, view, expected = build_both(topk, q_lens, 100, device, max_q_len=128)
-    np.testing.assert_array_equal(view.cpu().numpy(), expected)
-    guarded.assert_untouched_outside(view)
-
-
-@pytest.mark.parametrize("num_topk", [1, 3, 1024, 1025, 2048])
-def test_topk_of_any_width_and_row_stride(num_topk, device):
-    wide = random_topk(4, num_topk + 5, 3000, seed=num_topk)
-    topk = wide.to(device)[:, :num_topk]
-    shape = _topk_mask_shape(1, 4, 3000)
-    guarded = Guarded(shape, device)
-    view = _build_topk_mask([topk], [4], 4, 3000, guarded.out)
-    expected = expected_words(wide[:, :num_topk], [4], 4, 3000, shape[2])
-    np.testing.assert_array_equal(view.cpu().numpy()[..., :94], expected[..., :94])
+    every_key(topk, q_lens, 256, device, max_q_len=12).check(build_by_request)
 
 
 @pytest.mark.stock_fails(OUT_OF_RANGE, run=False)  # a write 256 MiB away: it crashes
-def test_the_largest_index_sets_nothing(device):
-    topk = torch.tensor([[INT32_MAX, 5], [INT32_MAX, -1]], dtype=torch.int32)
-    guarded, view, expected = build_both(topk, [2], 128, device)
-    np.testing.assert_array_equal(view.cpu().numpy(), expected)
-    guarded.assert_untouched_outside(view)
+@pytest.mark.parametrize("q_lens", [[6], [2, 4]], ids=["one-request", "two-requests"])
+def test_hostile_indices_set_nothing_and_write_nowhere(q_lens, device):
+    topk = random_topk(sum(q_lens), 48, 100, hostile=True)
+    topk[0] = INT32_MAX
+    every_key(topk, q_lens, 100, device, max_q_len=128).check(build_by_request)
+
+
+@pytest.mark.stock_fails(STALE_WORDS)
+@pytest.mark.parametrize("num_topk", [1, 3, 1024, 1025, 2048])
+def test_topk_of_any_width_and_row_stride(num_topk, device):
+    topk = random_topk(4, num_topk, 3000, seed=num_topk, padding=5, device=device)
+    every_key(topk, [4], 3000, device).check(build_by_request)
 
 
 def test_a_view_keeps_the_rows_of_its_storage(device):
@@ -156,7 +111,7 @@ def test_a_view_keeps_the_rows_of_its_storage(device):
 
 def test_duplicates_and_rows_without_keys(device):
     topk = torch.tensor([[7, 7, 7, 7], [-1, -1, -1, -1]], dtype=torch.int32)
-    _, view, _ = build_both(topk, [2], 128, device)
+    view = every_key(topk, [2], 128, device).build(build_by_request)
     assert view.flatten().tolist() == [128, 0, 0, 0] + [0] * 4
 
 
@@ -182,29 +137,11 @@ def test_requests_without_any_query_row(device):
 )
 def test_rows_keep_keys_of_their_range_up_to_their_query(contexts, starts, device):
     q_lens, num_keys = [3, 0, 40], 96
-    topk = hostile_topk(43, 40, 300)
+    topk = random_topk(43, 40, 300, hostile=True)
     topk[::3, ::2] = torch.arange(20) + 3  # around the diagonal of a pure prefill
     topk[1::3, :3] = INT32_MAX
-    guarded = Guarded(_topk_mask_shape(3, 40, num_keys), device)
-
-    def vector(values):
-        if values is not None:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-    view = build_packed(
-        topk.to(device),
-        vector([0, 3, 3, 43]),
-        40,
-        num_keys,
-        guarded.out,
-        context_lens=vector(contexts),
-        range_starts=vector(starts),
-    )
-    expected = expected_words(
-        topk, q_lens, 40, num_keys, view.shape[2], contexts or [0] * 3, starts
-    )
-    np.testing.assert_array_equal(view.cpu().numpy(), expected)
-    guarded.assert_untouched_outside(view)
+    call = MaskCall(topk.to(device), q_lens, 40, num_keys, contexts, starts)
+    call.check(build_packed)
 
 
 @pytest.mark.stock_fails(PACKED_FRONT)
@@ -213,17 +150,10 @@ def test_rows_of_later_keys_alone_are_empty(contexts, device):
     first = contexts[0] if contexts else 0
     topk = torch.arange(5)[:, None] + torch.tensor([first + 1, first + 40])
     topk = torch.cat((topk, torch.full((5, 1), INT32_MAX)), dim=1).int()
-    guarded = Guarded(_topk_mask_shape(1, 5, 128), device)
-    lens = contexts and torch.tensor(contexts, dtype=torch.int32, device=device)
-    cu_q_lens = torch.tensor([0, 5], dtype=torch.int32, device=device)
-    view = build_packed(
-        topk.to(device), cu_q_lens, 5, 128, guarded.out, context_lens=lens
-    )
-    assert (view == 0).all()
+    topk = topk.to(device)
+    assert (MaskCall(topk, [5], 5, 128, contexts).words(build_packed) == 0).all()
     # One key earlier, each row's first is that of its query.
-    view = build_packed(
-        topk.to(device) - 1, cu_q_lens, 5, 128, guarded.out, context_lens=lens
-    )
+    view = MaskCall(topk - 1, [5], 5, 128, contexts).words(build_packed)
     assert (view != 0).sum(-1).tolist() == [[1] * 5]
 
 

@@ -6,19 +6,18 @@ Also the file to run under compute-sanitizer: `-k sanitized` selects small cases
 reach every path of the kernel.
 """
 
-import itertools
-from dataclasses import dataclass
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm.model_executor.layers.attention.sparse_mla_attention import _topk_mask_shape
-from vllm_sparse_mla.testing.masks import expected_mask
+from vllm_sparse_mla.testing import masks
+from vllm_sparse_mla.testing.masks import MaskCall
 
-INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
-POISON = 0x5A5A5A5A
-GUARD_WORDS = 64
+INT32_MAX = 2**31 - 1
+
+random_topk = functools.partial(masks.random_topk, device="cuda")
 
 gpu = pytest.mark.gpu
 
@@ -33,84 +32,18 @@ def module():
     return topk_mask_cutedsl
 
 
-@dataclass
-class Inputs:
-    """One call's tensors, `out` poisoned and inside poisoned storage.
-
-    Without context lengths every key comes before the queries, or none if `causal`.
-    """
-
-    topk: torch.Tensor
-    q_lens: list[int]
-    max_q_len: int
-    num_keys: int
-    context_lens: list[int] | None = None
-    range_starts: list[int] | None = None
-    causal: bool = False
-
-    def __post_init__(self):
-        if not (self.causal or self.context_lens):
-            self.context_lens = [INT32_MAX] * len(self.q_lens)
-        self.shape = _topk_mask_shape(len(self.q_lens), self.max_q_len, self.num_keys)
-        numel = self.shape[0] * self.shape[1] * self.shape[2]
-        self.storage = torch.full(
-            (numel + 2 * GUARD_WORDS,), POISON, dtype=torch.int32, device="cuda"
-        )
-        self.out = self.storage[GUARD_WORDS:-GUARD_WORDS].view(self.shape)
-        self.cu_q_lens = vector([0, *itertools.accumulate(self.q_lens)])
-        self.optional = [
-            vector(values) for values in (self.context_lens, self.range_starts)
-        ]
-
-    def build(self, module):
-        module.TOPK_MASK_KERNEL(
-            self.topk,
-            self.cu_q_lens,
-            self.max_q_len,
-            self.num_keys,
-            self.out,
-            *self.optional,
-        )
-        return self.out[:, : self.max_q_len]
-
-    def expected(self):
-        """The view's words."""
-        return expected_mask(
-            self.topk,
-            self.q_lens,
-            self.max_q_len,
-            self.num_keys,
-            self.shape[2],
-            self.context_lens or [0] * len(self.q_lens),
-            self.range_starts,
-        ).cuda()
-
-    def check(self, module):
-        found = self.build(module).clone()
-        # Built before the expectation, so that no recycled memory holds the answer.
-        self.out[:, : self.max_q_len] = POISON
-        assert (self.storage == POISON).all(), "a word outside the view changed"
-        assert torch.equal(found, self.expected())
+@pytest.fixture(scope="module")
+def kernel(module):
+    return module.TOPK_MASK_KERNEL
 
 
-def vector(values):
-    if values is None:
-        return None
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def random_topk(rows, topk, num_keys, seed=0, hostile=False, offset=0, padding=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    size = (rows, offset + topk + padding)
-    index = torch.randint(0, num_keys, size, generator=generator, device="cuda")
-    kind = torch.randint(0, 12, size, generator=generator, device="cuda")
-    index[kind == 0] = -1
-    if hostile:
-        for code, value in enumerate(
-            (num_keys, num_keys + 33, INT32_MAX, INT32_MIN, -2), start=1
-        ):
-            index[kind == code] = value
-    return index.int()[:, offset : offset + topk]
+def prepare(
+    topk, q_lens, max_q_len, num_keys, contexts=None, starts=None, causal=False
+):
+    """Without context lengths every key comes before the queries, or none if causal."""
+    if not (causal or contexts):
+        contexts = [INT32_MAX] * len(q_lens)
+    return MaskCall(topk, q_lens, max_q_len, num_keys, contexts, starts)
 
 
 def causal_topk(rows, topk):
@@ -123,18 +56,18 @@ def causal_topk(rows, topk):
 @gpu
 @pytest.mark.parametrize("num_queries", [1, 2, 127, 128, 129, 255, 256, 257])
 @pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 127, 128, 129, 1000, 4096, 4097])
-def test_queries_and_keys_at_every_edge(num_queries, num_keys, module):
+def test_queries_and_keys_at_every_edge(num_queries, num_keys, kernel):
     topk = random_topk(num_queries, 64, num_keys, seed=num_keys, hostile=True)
-    Inputs(topk, [num_queries], num_queries, num_keys).check(module)
+    prepare(topk, [num_queries], num_queries, num_keys).check(kernel)
 
 
 @gpu
 @pytest.mark.parametrize("num_keys", [131071, 131072, 131073, 262177, 1 << 20])
 @pytest.mark.parametrize("padding", [0, 1], ids=["vectorized", "scalar"])
-def test_rows_wider_than_a_tile(num_keys, padding, module):
+def test_rows_wider_than_a_tile(num_keys, padding, kernel):
     topk = random_topk(9, 2048, num_keys, hostile=True, padding=padding)
     topk[:, :4] = torch.tensor([0, num_keys - 1, 131071, 131072], device="cuda")
-    Inputs(topk, [5, 4], 6, num_keys).check(module)
+    prepare(topk, [5, 4], 6, num_keys).check(kernel)
 
 
 @gpu
@@ -146,21 +79,21 @@ def test_rows_wider_than_a_tile(num_keys, padding, module):
     [(0, 0), (0, 4), (4, 4), (0, 1), (1, 3), (3, 0)],
     ids=lambda n: str(n),
 )
-def test_topk_of_any_width_and_alignment(num_topk, offset, padding, module):
+def test_topk_of_any_width_and_alignment(num_topk, offset, padding, kernel):
     topk = random_topk(
         7, num_topk, 3000, seed=num_topk, hostile=True, offset=offset, padding=padding
     )
-    Inputs(topk, [7], 7, 3000).check(module)
+    prepare(topk, [7], 7, 3000).check(kernel)
 
 
 @gpu
 @pytest.mark.parametrize("rows", [1, 300, 3000])
-def test_runs_of_consecutive_keys(rows, module):
-    Inputs(causal_topk(rows, 2048), [rows], rows, 4096).check(module)
+def test_runs_of_consecutive_keys(rows, kernel):
+    prepare(causal_topk(rows, 2048), [rows], rows, 4096).check(kernel)
 
 
 @gpu
-def test_all_keys_one_key_and_no_key(module):
+def test_all_keys_one_key_and_no_key(kernel):
     topk = torch.stack(
         [
             torch.arange(2048),
@@ -169,7 +102,7 @@ def test_all_keys_one_key_and_no_key(module):
             torch.full((2048,), -1),
         ]
     )
-    Inputs(topk.int().cuda(), [4], 4, 2048).check(module)
+    prepare(topk.int().cuda(), [4], 4, 2048).check(kernel)
 
 
 @gpu
@@ -186,128 +119,128 @@ def test_all_keys_one_key_and_no_key(module):
     ids=["empty-first", "empty-middle", "empty-last", "empty", "many", "unequal"],
 )
 @pytest.mark.parametrize("with_context", [False, True])
-def test_several_requests_with_rows_to_spare(q_lens, with_context, module):
+def test_several_requests_with_rows_to_spare(q_lens, with_context, kernel):
     topk = random_topk(sum(q_lens), 96, 900, hostile=True)
     contexts = list(range(5, 5 + len(q_lens))) if with_context else None
-    Inputs(topk, q_lens, max(q_lens) + 3, 900, contexts, causal=True).check(module)
+    prepare(topk, q_lens, max(q_lens) + 3, 900, contexts, causal=True).check(kernel)
 
 
 @gpu
 @pytest.mark.parametrize("padding", [0, 1], ids=["vectorized", "scalar"])
 @pytest.mark.parametrize("contexts", [None, [490, 37, 0, INT32_MAX, 200100, 640]])
-def test_ranges(padding, contexts, module):
+def test_ranges(padding, contexts, kernel):
     starts = [0, 37, 4096, INT32_MAX, 200000, 11]
     topk = random_topk(60, 512, 210000, hostile=True, padding=padding)
     for column, key in enumerate((37, 36, 676, 677, 4096, 200000, 199999)):
         topk[:, column] = key
-    Inputs(topk, [10] * 6, 12, 640, contexts, starts).check(module)
+    prepare(topk, [10] * 6, 12, 640, contexts, starts).check(kernel)
 
 
 @gpu
-def test_a_range_of_a_row_wider_than_a_tile(module):
+def test_a_range_of_a_row_wider_than_a_tile(kernel):
     topk = random_topk(8, 2048, 400000, hostile=True)
-    Inputs(topk, [4, 4], 4, 262145, [200000, 399990], [101, 131072]).check(module)
+    prepare(topk, [4, 4], 4, 262145, [200000, 399990], [101, 131072]).check(kernel)
 
 
 @gpu
 @pytest.mark.parametrize("context", [None, 1, 31, 130, 4000])
-def test_keys_after_their_query_are_dropped(context, module):
+def test_keys_after_their_query_are_dropped(context, kernel):
     topk = random_topk(300, 2048, 4400, hostile=True)
     topk[::3] = torch.arange(2048, device="cuda") + (context or 0) + 290
     topk[1::3, ::5] = INT32_MAX
     contexts = context and [context, context + 7]
-    Inputs(topk, [290, 10], 290, 4400, contexts, causal=True).check(module)
+    prepare(topk, [290, 10], 290, 4400, contexts, causal=True).check(kernel)
 
 
 @gpu
 @pytest.mark.parametrize("num_queries", [4096, 8192])
-def test_more_rows_than_blocks(num_queries, module):
+def test_more_rows_than_blocks(num_queries, kernel):
     topk = random_topk(num_queries, 2048, 8192)
-    Inputs(topk, [num_queries], num_queries, 8192).check(module)
+    prepare(topk, [num_queries], num_queries, 8192).check(kernel)
 
 
 @gpu
-def test_topk_offsets_past_32_bits(module):
+def test_topk_offsets_past_32_bits(kernel):
     rows, stride = 10, 1 << 28
     topk = torch.empty(rows * stride, dtype=torch.int32, device="cuda")
     topk = topk.view(rows, stride)[:, :64]
     topk.copy_(random_topk(rows, 64, 500))
-    Inputs(topk, [rows], rows, 500).check(module)
+    prepare(topk, [rows], rows, 500).check(kernel)
 
 
 @gpu
-def test_mask_offsets_past_32_bits(module):
+def test_mask_offsets_past_32_bits(kernel):
     topk = random_topk(4, 64, 4096)
-    inputs = Inputs(topk, [2, 2], 2, 4096)
+    call = prepare(topk, [2, 2], 2, 4096)
+    _, cu_q_lens, *_, contexts, starts = call.arguments
     flat = torch.empty((1 << 31) + 256, dtype=torch.int32, device="cuda")
     out = flat.as_strided((2, 2, 128), (1 << 31, 128, 1))
-    module.TOPK_MASK_KERNEL(topk, inputs.cu_q_lens, 2, 4096, out, *inputs.optional)
-    assert torch.equal(out, inputs.expected())
+    kernel(topk, cu_q_lens, 2, 4096, out, contexts, starts)
+    assert torch.equal(out, call.expected())
 
 
 @gpu
 @pytest.mark.parametrize("index", range(6))
-def test_sanitized(index, module):
+def test_sanitized(index, kernel):
     """One small case for each path, for memcheck and racecheck."""
     plain = random_topk(40, 2048, 4000, hostile=True)
     ragged = random_topk(40, 2051, 4000, hostile=True, offset=1)
     tail = random_topk(40, 2051, 4000, hostile=True, padding=1)
     wide = random_topk(6, 64, 200000, hostile=True)
     cases = [
-        Inputs(plain, [40], 40, 4000),
-        Inputs(ragged, [30, 0, 10], 33, 4000, [1, 2, 3000]),
-        Inputs(tail, [30, 10], 30, 4000, [99, 3000], [5, 90]),
-        Inputs(wide, [6], 6, 200000),
-        Inputs(causal_topk(64, 2048), [64], 64, 2048),
-        Inputs(plain, [13] * 3, 15, 700, causal=True),
+        prepare(plain, [40], 40, 4000),
+        prepare(ragged, [30, 0, 10], 33, 4000, [1, 2, 3000]),
+        prepare(tail, [30, 10], 30, 4000, [99, 3000], [5, 90]),
+        prepare(wide, [6], 6, 200000),
+        prepare(causal_topk(64, 2048), [64], 64, 2048),
+        prepare(plain, [13] * 3, 15, 700, causal=True),
     ]
-    cases[index].check(module)
+    cases[index].check(kernel)
 
 
 @gpu
-def test_twenty_runs_agree(module):
-    inputs = Inputs(random_topk(1000, 2048, 8192), [600, 400], 600, 8192)
-    first = inputs.build(module).clone()
+def test_twenty_runs_agree(kernel):
+    call = prepare(random_topk(1000, 2048, 8192), [600, 400], 600, 8192)
+    first = call.build(kernel).clone()
     for _ in range(20):
-        inputs.out.fill_(POISON)
-        assert torch.equal(inputs.build(module), first)
+        call.poison()
+        assert torch.equal(call.build(kernel), first)
 
 
 @gpu
-def test_two_streams_with_two_masks(module):
+def test_two_streams_with_two_masks(kernel):
     both = [
-        Inputs(random_topk(3000, 2048, 16384, seed=seed), [3000], 3000, 16384)
+        prepare(random_topk(3000, 2048, 16384, seed=seed), [3000], 3000, 16384)
         for seed in (1, 2)
     ]
     streams = [torch.cuda.Stream() for _ in both]
-    expected = [inputs.expected() for inputs in both]
+    expected = [call.expected() for call in both]
     torch.cuda.synchronize()
     for _ in range(20):
-        for inputs, stream in zip(both, streams):
+        for call, stream in zip(both, streams):
             with torch.cuda.stream(stream):
-                inputs.out.fill_(POISON)
-                inputs.build(module)
+                call.poison()
+                call.build(kernel)
     torch.cuda.synchronize()
-    for inputs, words in zip(both, expected):
-        assert torch.equal(inputs.out[:, :3000], words)
+    for call, words in zip(both, expected):
+        assert torch.equal(call.view, words)
 
 
 @gpu
-def test_runs_on_the_current_stream_of_a_graph(module):
-    inputs = Inputs(random_topk(64, 2048, 4096), [64], 64, 4096)
-    inputs.build(module)
+def test_runs_on_the_current_stream_of_a_graph(kernel):
+    call = prepare(random_topk(64, 2048, 4096), [64], 64, 4096)
+    call.build(kernel)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        view = inputs.build(module)
-    inputs.out.fill_(POISON)
+        view = call.build(kernel)
+    call.poison()
     graph.replay()
-    assert torch.equal(view, inputs.expected())
+    assert torch.equal(view, call.expected())
 
 
 @gpu
-def test_no_length_compiles_anything(module, monkeypatch):
+def test_no_length_compiles_anything(module):
     kernel = module.TopkMaskKernel()
-    monkeypatch.setattr(module, "TOPK_MASK_KERNEL", kernel)
     kernel.warmup(
         SimpleNamespace(
             model_config=SimpleNamespace(
@@ -320,9 +253,9 @@ def test_no_length_compiles_anything(module, monkeypatch):
         topk = random_topk(length, 2048, length)
         starts = [0, 40]
         halves = [length // 3, length - length // 3]
-        Inputs(topk, [length], length, length).build(module)
-        Inputs(topk, halves, length, length, causal=True).build(module)
-        Inputs(topk, halves, length, length, starts, starts).build(module)
+        prepare(topk, [length], length, length).build(kernel)
+        prepare(topk, halves, length, length, causal=True).build(kernel)
+        prepare(topk, halves, length, length, starts, starts).build(kernel)
     assert set(kernel._compiled_cache) == compiled
     assert len(compiled) == 1
 

@@ -13,10 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm_sparse_mla.testing.masks import MaskCall
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
-POISON = 0x5A5A5A5A
 HOSTILE = (-1, -1, -1, -2, INT32_MIN, INT32_MAX, INT32_MAX - 31)
 
 pytestmark = pytest.mark.stock_fails("stock has no builder over packed rows")
@@ -106,46 +105,18 @@ def expected_words(case, num_words):
     return mask
 
 
-def run(builder, case, device):
-    """Build the mask in poisoned storage; also tell whether all else was left alone."""
-
-    def vector(values):
-        if values is None:
-            return None
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
+def prepare(case, device):
     num_topk = len(case.rows[0]) if case.rows else 8
     wide = torch.full(
         (len(case.rows), num_topk + case.row_padding + case.row_offset), 3
     )
+    topk = wide.to(dtype=torch.int32, device=device)
+    topk = topk[:, case.row_offset :][:, :num_topk]
     if case.rows:
-        wide[:, case.row_offset :][:, :num_topk] = torch.tensor(case.rows)
-    wide = wide.to(dtype=torch.int32, device=device)
-    topk = wide[:, case.row_offset :][:, :num_topk]
-    cu_q_lens = vector([sum(case.q_lens[:i]) for i in range(len(case.q_lens) + 1)])
-    batch, rows, num_words = sparse_mla_attention._topk_mask_shape(
-        len(case.q_lens), case.max_q_len, case.num_keys
-    )
-    storage = torch.full(
-        (batch + 1, rows + case.spare_rows, num_words + 4),
-        POISON,
-        dtype=torch.int32,
-        device=device,
-    )
-    out = storage[:, :, :num_words]
-    builder(
-        topk,
-        cu_q_lens,
-        case.max_q_len,
-        case.num_keys,
-        out,
-        vector(case.context_lens),
-        vector(case.range_starts),
-    )
-    storage = storage.cpu()
-    view = storage[:batch, : case.max_q_len, :num_words].clone()
-    storage[:batch, : case.max_q_len, :num_words] = POISON
-    return view, bool((storage == POISON).all())
+        topk[:] = torch.tensor(case.rows)
+    sizes = (case.q_lens, case.max_q_len, case.num_keys)
+    ranges = (case.context_lens, case.range_starts)
+    return MaskCall(topk, *sizes, *ranges, spare=(1, case.spare_rows, 4))
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -156,8 +127,6 @@ def run(builder, case, device):
 )
 @given(case=cases())
 def test_any_input_gives_the_mask_and_touches_nothing_else(builder, case, device):
-    view, untouched = run(builder, case, device)
-    expected = expected_words(case, view.shape[2])
-    unsigned = view.flatten(0, 1).to(torch.int64) & 0xFFFFFFFF
-    assert unsigned.tolist() == expected
-    assert untouched
+    found = prepare(case, device).words(builder)
+    unsigned = found.flatten(0, 1).to(torch.int64) & 0xFFFFFFFF
+    assert unsigned.tolist() == expected_words(case, found.shape[2])
