@@ -3,15 +3,19 @@
 """The benchmarks' command lines, on a machine without a GPU."""
 
 import importlib
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
+import compiled_masks
 import gpu_report
 import plots
 import pytest
 import render_results
 import torch
+from result_tables import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("benchmark_*.py"))
@@ -54,7 +58,9 @@ def test_help_names_the_common_options(run, capsys, script):
     assert ("--plot" in text) is (script in plots.PLOTS)
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if s not in SERVING])
+@pytest.mark.parametrize(
+    "script", sorted({*SCRIPTS} - SERVING - {"benchmark_sparse_mla_mask"})
+)
 def test_says_that_it_needs_a_gpu(run, script):
     assert run(script) == NEEDS_GPU
 
@@ -84,6 +90,7 @@ def test_steps_of_the_gpu_report_are_accepted(run, monkeypatch, command):
         return
     module = importlib.import_module(script)
     monkeypatch.setattr(module, "running_servers", _stop, raising=False)
+    monkeypatch.setattr(compiled_masks, "compiled_masks", _stop)
     assert run(script, *arguments) in (STOPPED, NEEDS_GPU)
 
 
@@ -155,3 +162,29 @@ def test_the_page_of_a_gpu_begins_as_the_b200s(tmp_path):
     render_results.render([page])
     assert "# GPU report: H100" in page.read_text()
     assert "**Not run.** No H100 was at hand" in page.read_text()
+
+
+@pytest.mark.codegen
+def test_mask_benchmark_shows_what_is_compiled(tmp_path):
+    rows_file = tmp_path / "mask.csv"
+    command = [sys.executable, str(ROOT / "benchmarks/benchmark_sparse_mla_mask.py")]
+    command += ["--shapes", "1x256x256/8/ones/causal", "1x4096x4096/16/ones/causal"]
+    command += ["--arch", "sm_100a", "--csv", str(rows_file)]
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Nothing was timed" in ended.stdout
+    rows = {row["variant"]: row for row in read_rows([rows_file])}
+    # Both shapes are served by one kernel, which is shown once.
+    assert list(rows) == ["unmasked", "ours", "stock", "stock, stock vLLM"]
+    assert rows["ours"]["mask loads"] == "3x128"
+    assert rows["stock"]["mask loads"] == "12x32"
+    # FA4's own kernel applies its diagonal to every block of keys.
+    loop = {name: int(row["loop"]) for name, row in rows.items()}
+    assert loop["unmasked"] < loop["ours"] <= loop["stock"]
+    assert loop["stock"] < loop["stock, stock vLLM"] - 200
