@@ -29,7 +29,6 @@ _GPU_MEMORY = "gpu_memory.jsonl"
 _FOLDER = "SPARSE_MLA_PROBE_FOLDER"
 _RANKS = "SPARSE_MLA_PROBE_RANKS"
 _ALL_LENGTHS = "SPARSE_MLA_PROBE_ALL_LENGTHS"
-_DIST_INFO = "sparse_mla_probe-0.dist-info"
 
 
 def probe_environment(
@@ -43,15 +42,10 @@ def probe_environment(
         all_lengths: Where masked MHA is available, every prefill longer than the
             top-k takes it, whatever the table or the estimate says.
     """
-    dist_info = folder / "plugin" / _DIST_INFO
-    dist_info.mkdir(parents=True, exist_ok=True)
-    (dist_info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: sparse_mla_probe\nVersion: 0\n"
-    )
-    (dist_info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\n"
-        f"sparse_mla_probe = {__name__}:register\n"
-        f"{GPU_MEMORY_PLUGIN} = {__name__}:register_gpu_memory\n"
+    write_plugins(
+        folder / "plugin",
+        sparse_mla_probe=f"{__name__}:register",
+        **{GPU_MEMORY_PLUGIN: f"{__name__}:register_gpu_memory"},
     )
     path = [str(folder / "plugin"), str(Path(__file__).resolve().parents[1])]
     if os.environ.get("PYTHONPATH"):
@@ -62,6 +56,20 @@ def probe_environment(
         _RANKS: str(ranks),
         _ALL_LENGTHS: str(int(all_lengths)),
     }
+
+
+def write_plugins(folder: Path, **entry_points: str) -> None:
+    """Make vLLM find these general plugins where ``folder`` is on the path."""
+    name = next(iter(entry_points))
+    dist_info = folder / f"{name}-0.dist-info"
+    dist_info.mkdir(parents=True, exist_ok=True)
+    (dist_info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n"
+    )
+    lines = [f"{point} = {value}\n" for point, value in entry_points.items()]
+    (dist_info / "entry_points.txt").write_text(
+        "".join(["[vllm.general_plugins]\n", *lines])
+    )
 
 
 def read_records(folder: Path) -> list[dict]:

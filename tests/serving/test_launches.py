@@ -17,7 +17,7 @@ from serving.client import metrics, open_session
 from serving.compare import between
 from serving.launches import LAUNCHES, MODEL, Launch
 from serving.offline import OfflineRun
-from serving.probe import probe_environment, read_records
+from serving.probe import probe_environment, read_records, write_plugins
 from serving.server import VARIANTS, Server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.extra]
@@ -25,6 +25,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.extra]
 
 # What compilers leave in a cache.
 BINARIES = (".cubin", ".ptx", ".so", ".o")
+
+
+OTHER_PLUGIN = """
+def register():
+    from vllm.model_executor.layers.attention import sparse_mla_attention
+    from vllm_sparse_mla import overlay
+
+    if str(overlay.overlay_root()) in sparse_mla_attention.__file__:
+        print("other plugin sees the overlay", flush=True)
+"""
 
 
 @contextlib.contextmanager
@@ -113,6 +123,22 @@ def test_one_compile_cache(sm90_gpus, start_server, tmp_path):
         binaries.append({str(path.relative_to(tmp_path)) for path in found})
     assert binaries[0], "no compiler left anything where it was told to"
     assert sorted(binaries[1] - binaries[0]) == []
+
+
+def test_a_plugin_after(sm90_gpus, start_server, tmp_path, monkeypatch):
+    """Another plugin imports the layers, once this one has loaded."""
+    write_plugins(tmp_path, other_plugin="other_plugin:register")
+    (tmp_path / "other_plugin.py").write_text(OTHER_PLUGIN)
+    # Behind the probe, which loads the patch set.
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    launch = Launch("plugin-after")
+    with running(launch, start_server, launch.name) as started:
+        answers = scenario.ask(started)
+        assert judge.judge_answers(answers) == []
+        assert judge.judge_logs(started, answers) == []
+        logs = {name: server.log_text() for name, server in started.items()}
+    seen = {name: "other plugin sees the overlay" in log for name, log in logs.items()}
+    assert seen == {"stock": False, "patched": True, "opt-in": True}
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
