@@ -62,10 +62,8 @@ def parse_shape(text: str) -> Shape:
 
 def query_variants(shape: Shape, dims: Dims, buffers: int) -> Variants:
     """Functions that rotate query number `i` and put it together, by name."""
-    from vllm.model_executor.layers.attention.sparse_mla_attention import (
-        SparseMLACommonImpl,
-    )
     from vllm.models.deepseek_v32.common.kernels import fused_q
+    from vllm.models.deepseek_v32.common.mha_query import mha_query
 
     parts = (dims.qk_nope_head_dim, dims.qk_rope_head_dim)
     queries = torch.randn(
@@ -96,7 +94,7 @@ def query_variants(shape: Shape, dims: Dims, buffers: int) -> Variants:
     def ours(i: int) -> torch.Tensor:
         q_nope, q_pe = queries[i].split(parts, dim=-1)
         *_, rotated = rotate(q_pe=q_pe, ql_nope=q_nope)
-        return SparseMLACommonImpl.mha_query(q_nope, rotated)
+        return mha_query(q_nope, rotated)
 
     return {"stock": stock, "ours": ours}
 

@@ -337,8 +337,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
                 _call("cat", m.Tuple([m.Element(m.Name("q_nope")), m.DoNotCare()])),
                 CHANGED,
             ),
-            lambda _: cst.parse_expression("self.impl.mha_query(q_nope, mha_q_pe)"),
-            untyped="self.impl.mha_query(",
+            lambda _: cst.parse_expression("mha_query(q_nope, mha_q_pe)"),
+            imports=(
+                "from vllm.models.deepseek_v32.common.mha_query import mha_query",
+            ),
         ),
     ),
     "vllm.models.deepseek_v32.common.kernels": (

@@ -86,6 +86,7 @@ OVERLAID_FILES = (
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.concat_mla_k"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask"),
     OverlaidFile("vllm.model_executor.kernels.attention.dsa.topk_mask_cutedsl"),
+    OverlaidFile("vllm.models.deepseek_v32.common.mha_query"),
     OverlaidFile("vllm.models.deepseek_v32.nvidia.ops.fused_q_sm90"),
     OverlaidFile(
         "vllm.vllm_flash_attn.cute.mask",

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.model_executor.layers.attention import sparse_mla_attention
-
 pytestmark = pytest.mark.stock_fails("stock copies the query for its RoPE part")
 
 # (qk_nope_head_dim, qk_rope_head_dim)
@@ -41,7 +39,9 @@ def apart(part):
 
 @pytest.fixture
 def mha_query():
-    return sparse_mla_attention.SparseMLACommonImpl.mha_query
+    from vllm.models.deepseek_v32.common.mha_query import mha_query
+
+    return mha_query
 
 
 @pytest.mark.parametrize("dims", [*MODELS.values(), NO_ROPE], ids=str)
@@ -197,7 +197,6 @@ def attend(monkeypatch, device):
             impl=SimpleNamespace(
                 record_logical_topk_ready=lambda: None,
                 prepare_for_batch=lambda metadata: None,
-                mha_query=sparse_mla_attention.SparseMLACommonImpl.mha_query,
             ),
             _use_sparse_mha=lambda metadata: True,
             forward_impl=lambda q, *args: taken.append(q),
