@@ -39,8 +39,7 @@ import numpy as np
 from bench_common import plain_parser, save_results, with_progress
 from result_sections import day
 from serving.client import open_session, running_requests, stream
-from serving.probe import read_gpu_memory, read_records
-from serving.rounds import compared_rows
+from serving.rounds import Counters, compared_rows
 from serving.server import MODEL_NAME, Server
 from serving.servers import add_server_options, running_servers, setting_of
 
@@ -235,14 +234,10 @@ async def measure(
             # Every other round backwards: no variant always follows the same one.
             for variant in list(servers)[:: 1 if number % 2 else -1]:
                 server, folder = servers[variant], folders[variant]
-                before = len(read_records(folder))
-                compiled = len(server.jit_kernels())
+                counters = Counters(server, folder)
                 length = seconds if number else WARM_UP * seconds
                 answers = await run_round(session, server, rate, length, seed)
-                answers.masked = len(read_records(folder)) - before
-                answers.compiled = len(server.jit_kernels()) - compiled
-                seen = read_gpu_memory(folder)
-                answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
+                counters.note(answers)
                 if number:
                     found[rate, variant].append(answers)
     return found

@@ -41,8 +41,7 @@ import numpy as np
 from bench_common import plain_parser, save_csv, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
-from serving.probe import read_gpu_memory, read_records
-from serving.rounds import compared_rows
+from serving.rounds import Counters, compared_rows
 from serving.server import Server, compile_arguments
 from serving.servers import add_server_options, running_servers, setting_of
 
@@ -240,8 +239,7 @@ async def measure(
             seed = next(seeds)
             # Every other round backwards: no variant always follows the same one.
             for variant in list(servers)[:: 1 if number % 2 else -1]:
-                before = len(read_records(folders[variant]))
-                compiled = len(servers[variant].jit_kernels())
+                counters = Counters(servers[variant], folders[variant])
                 answers = await run_round(
                     session,
                     servers[variant].url,
@@ -250,10 +248,7 @@ async def measure(
                     num_prompts if number else math.ceil(num_prompts / 4),
                     seed,
                 )
-                answers.masked = len(read_records(folders[variant])) - before
-                answers.compiled = len(servers[variant].jit_kernels()) - compiled
-                seen = read_gpu_memory(folders[variant])
-                answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
+                counters.note(answers)
                 if number:
                     found[tokens, variant].append(answers)
     return found

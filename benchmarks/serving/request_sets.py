@@ -6,6 +6,7 @@ Each set ends with the negative control of its last prompt, as the scenario does
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from serving.client import Completion, chat, complete, make_prompt, open_session
 from serving.scenario import GENERATED, Answers, control_prompt
@@ -30,6 +31,17 @@ async def _ask_with_control(session, server: Server, answers: Answers) -> None:
 
     answers.alone.append([await score(prompt, f"scored {run}") for run in range(RUNS)])
     answers.control = await score(control_prompt(prompt), "control")
+
+
+async def _after_warm_up(
+    server: Server, round_of: Callable[[str], Awaitable[Answers]]
+) -> Answers:
+    """The second of two rounds, and what was compiled before it."""
+    await round_of("warm-up")
+    warm_jit = server.jit_kernels()
+    answers = await round_of("asked")
+    answers.warm_jit = warm_jit
+    return answers
 
 
 async def ask_many(server: Server) -> Answers:
@@ -74,11 +86,7 @@ async def ask_prompt_logprobs(server: Server) -> Answers:
             await _ask_with_control(session, server, found)
             return found
 
-        await round_of("warm-up")
-        warm_jit = server.jit_kernels()
-        answers = await round_of("asked")
-        answers.warm_jit = warm_jit
-    return answers
+        return await _after_warm_up(server, round_of)
 
 
 async def ask_text(server: Server) -> Answers:
@@ -96,8 +104,4 @@ async def ask_text(server: Server) -> Answers:
             await _ask_with_control(session, server, found)
             return found
 
-        await round_of("warm-up")
-        warm_jit = server.jit_kernels()
-        answers = await round_of("asked")
-        answers.warm_jit = warm_jit
-    return answers
+        return await _after_warm_up(server, round_of)

@@ -4,7 +4,11 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
+
+from serving.probe import read_gpu_memory, read_records
+from serving.server import Server
 
 
 class Measured(Protocol):
@@ -12,6 +16,27 @@ class Measured(Protocol):
 
     def measures(self) -> dict[str, float]:
         """Numbers by name."""
+
+
+class Counters:
+    """What a server did since this was made.
+
+    Args:
+        server: whose log tells what was compiled.
+        folder: of its probe's records.
+    """
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self._masked = len(read_records(folder))
+        self._compiled = len(server.jit_kernels())
+
+    def note(self, answers) -> None:
+        """Set ``masked``, ``compiled`` and ``tensors_mib`` of a round."""
+        answers.masked = len(read_records(self._folder)) - self._masked
+        answers.compiled = len(self._server.jit_kernels()) - self._compiled
+        seen = read_gpu_memory(self._folder)
+        answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
 
 
 def compared_rows(

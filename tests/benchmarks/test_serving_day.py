@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from bench_common import origin
 from result_sections import day as section
+from serving import rounds
 from serving.server import free_port
 from tokenizers import Tokenizer
 
@@ -75,9 +76,9 @@ def measure(tmp_path, monkeypatch):
     spec = get_spec("dsv32-16h")
     (tmp_path / "config.json").write_text(json.dumps(make_config(spec)))
     write_tokenizer(tmp_path, spec.vocab_size)
-    monkeypatch.setattr(day, "read_records", lambda folder: [])
+    monkeypatch.setattr(rounds, "read_records", lambda folder: [])
     memory = [{"allocated": 3 * 2**20}]
-    monkeypatch.setattr(day, "read_gpu_memory", lambda folder: memory)
+    monkeypatch.setattr(rounds, "read_gpu_memory", lambda folder: memory)
 
     async def run(served: dict[str, Served]) -> list[dict]:
         servers = {}

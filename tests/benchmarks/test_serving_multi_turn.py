@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import benchmark_serving_multi_turn as multi_turn
 import pytest
+import serving.rounds
 from result_sections import multi_turn as section
 from serving.client import Completion
 
@@ -61,10 +62,10 @@ def serve(monkeypatch):
             for name in variants
         }
         memory = [{"allocated": 2**20}, {"allocated": 3 * 2**20}]
-        monkeypatch.setattr(multi_turn, "read_gpu_memory", lambda name: memory)
+        monkeypatch.setattr(serving.rounds, "read_gpu_memory", lambda name: memory)
         records = {name: 0 for name in variants}
         monkeypatch.setattr(
-            multi_turn, "read_records", lambda name: range(records[name])
+            serving.rounds, "read_records", lambda name: range(records[name])
         )
         found = asyncio.run(
             multi_turn.measure(
