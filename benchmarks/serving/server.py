@@ -163,7 +163,7 @@ class Server:
             )
         return self
 
-    def wait_ready(self, timeout: float = 240.0) -> None:
+    def wait_ready(self, timeout: float = 400.0) -> None:
         """Wait until ``/health`` answers.
 
         Raises:

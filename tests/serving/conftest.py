@@ -12,6 +12,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from serving import scenario
@@ -19,6 +20,16 @@ from serving.probe import probe_environment
 from serving.server import VARIANTS, Server
 
 from vllm_sparse_mla.testing.tiny_model import write_model
+
+_NO_PARAMS = SimpleNamespace(params={})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` one worker has all tests of the same servers."""
+    for item in items:
+        if "servers" in (params := getattr(item, "callspec", _NO_PARAMS).params):
+            item.add_marker(pytest.mark.xdist_group(f"servers-{params['servers']}"))
 
 
 @pytest.fixture(scope="session")

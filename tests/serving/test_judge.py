@@ -112,6 +112,10 @@ def test_logs(tmp_path):
     # Of what was compiled before it is asked only where stock had it ready by then.
     (complaint,) = _judge_logs(tmp_path, patched=active + one + one, stock=one)
     assert complaint == "patched: compiled while serving: ['one']"
+    experts = COMPILED.format("fused_moe_kernel")
+    twice = active + one + experts + experts
+    assert _judge_logs(tmp_path, patched=twice, stock=one + experts) == []
+    assert len(_judge_logs(tmp_path, patched=active + experts)) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,16 @@ from vllm.vllm_flash_attn.cute import utils
 from vllm.vllm_flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
 VEC_SIZES = (2, 8, 32, 64, 128)
-# Column tiles: 128 keys, 128 keys, 80 keys.
-HEAD_DIMS = {"128": (128, 128), "192-128": (192, 128), "256": (256, 256)}
+# Column tiles: 128 keys, 128 keys, 80 keys. A kernel takes longer to compile than to
+# test: with `--dist loadgroup` one worker has all tests of it.
+HEAD_DIMS = [
+    pytest.param(dims, id=name, marks=pytest.mark.xdist_group(name))
+    for name, dims in (
+        ("128", (128, 128)),
+        ("192-128", (192, 128)),
+        ("256", (256, 256)),
+    )
+]
 HEADS = {"mha": (4, 4), "gqa": (8, 2)}
 DENSE = [(1, 1), (128, 128), (113, 203), (300, 1000), (1024, 129)]
 VARLEN = {
@@ -111,7 +119,7 @@ def cumulative(lengths) -> torch.Tensor:
 @gpu
 @pytest.mark.parametrize("vec_size", VEC_SIZES)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("head_dims", HEAD_DIMS.values(), ids=HEAD_DIMS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
 @pytest.mark.parametrize("seqlen_q, seqlen_k", DENSE)
 def test_dense(sm90, seqlen_q, seqlen_k, head_dims, heads, vec_size):
     q, k, v = qkv(head_dims, heads, (2, seqlen_q), (2, seqlen_k))
@@ -123,7 +131,7 @@ def test_dense(sm90, seqlen_q, seqlen_k, head_dims, heads, vec_size):
 @gpu
 @pytest.mark.parametrize("vec_size", VEC_SIZES)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("head_dims", HEAD_DIMS.values(), ids=HEAD_DIMS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
 @pytest.mark.parametrize("lengths", VARLEN.values(), ids=VARLEN)
 def test_varlen(sm90, lengths, head_dims, heads, vec_size):
     q_lens, k_lens = lengths
@@ -143,7 +151,7 @@ def test_varlen(sm90, lengths, head_dims, heads, vec_size):
 
 @gpu
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("head_dims", HEAD_DIMS.values(), ids=HEAD_DIMS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(300, 1000), (640, 640)])
 def test_causal_changes_nothing_of_a_causal_mask(
     sm90, seqlen_q, seqlen_k, head_dims, heads
