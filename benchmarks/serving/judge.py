@@ -7,6 +7,8 @@ All of it at once, in sentences: a launch takes a GPU minutes.
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from serving.compare import Difference, between, difference, spread
 from serving.scenario import Answers, control_difference, noise_budget
@@ -116,3 +118,25 @@ def judge_acceptance(drafts: Mapping[str, tuple[int, int]]) -> list[str]:
                 f"stock {accepted} of {drafted}"
             )
     return complaints
+
+
+def describe(
+    servers: Mapping[str, Server],
+    answers: Mapping[str, Answers],
+    calls: Mapping[str, list[dict]],
+) -> dict[str, Any]:
+    """What was seen of each variant, and how far its answers are from stock's."""
+    report: dict[str, Any] = {
+        variant: {
+            "masked MHA calls": len(calls[variant]),
+            "compiled while serving": server.jit_kernels(),
+        }
+        for variant, server in servers.items()
+    }
+    if all(c.ok for found in answers.values() for c in found.everything()):
+        stock = answers["stock"].by_prompt()
+        report["budget"] = asdict(noise_budget(stock))
+        for variant, found in answers.items():
+            pairs = zip(stock, found.by_prompt(), strict=True)
+            report[variant]["differences"] = [asdict(between(*pair)) for pair in pairs]
+    return report

@@ -9,12 +9,10 @@ import asyncio
 import contextlib
 import functools
 import json
-from dataclasses import asdict
 
 import pytest
 from serving import judge, scenario
 from serving.client import metrics, open_session
-from serving.compare import between
 from serving.launches import LAUNCHES, MODEL, Launch
 from serving.offline import OfflineRun
 from serving.probe import probe_environment, read_records, write_plugins
@@ -87,23 +85,10 @@ def test_launch(launch, servers, report_dir):
     if "--speculative-config" in launch.args:
         complaints += judge.judge_acceptance(drafts)
     if report_dir is not None:
-        report = {
-            variant: {
-                "masked MHA calls": len(calls[variant]),
-                "drafted, accepted": drafts[variant],
-                "compiled while serving": server.jit_kernels(),
-            }
-            for variant, server in servers.items()
-        }
-        if all(c.ok for found in answers.values() for c in found.everything()):
-            stock = answers["stock"].by_prompt()
-            report["budget"] = asdict(scenario.noise_budget(stock))
-            for variant, found in answers.items():
-                pairs = zip(stock, found.by_prompt(), strict=True)
-                differences = [asdict(between(a, b)) for a, b in pairs]
-                report[variant]["differences"] = differences
+        report = judge.describe(servers, answers, calls)
+        report |= {"drafted, accepted": drafts, "complaints": complaints}
         path = report_dir / f"launch-{launch.name}.json"
-        path.write_text(json.dumps(report | {"complaints": complaints}, indent=1))
+        path.write_text(json.dumps(report, indent=1))
     assert complaints == []
 
 
