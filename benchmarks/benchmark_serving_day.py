@@ -86,31 +86,20 @@ def make_requests(count: int, seed: int) -> list[dict]:
 
 @dataclass
 class Round:
-    """What one server answered to one round at one rate.
+    """What one server answered to one round at one rate."""
 
-    Attributes:
-        seconds: from the first request to the last answer.
-        ttft: seconds to the first token, of each answered request.
-        gaps: seconds between two tokens, of all requests.
-        tokens: that were generated.
-        failed: what requests that failed came to.
-        given_up: requests that their client gave up.
-        left: requests that the server had not ended at last.
-        masked: calls of FA4 with a mask, over all layers.
-        compiled: kernels, meanwhile.
-        tensors_mib: GPU memory that tensors occupy, as last seen.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the first request to the last answer
+    # Seconds to the first token, of each answered request.
     ttft: list[float] = field(default_factory=list)
+    # Seconds between two tokens, of all requests.
     gaps: list[float] = field(default_factory=list)
-    tokens: int = 0
-    failed: list[str] = field(default_factory=list)
-    given_up: int = 0
-    left: int = 0
-    masked: int = 0
-    compiled: int = 0
-    tensors_mib: float = 0.0
+    tokens: int = 0  # that were generated
+    failed: list[str] = field(default_factory=list)  # what requests that failed came to
+    given_up: int = 0  # requests that their client gave up
+    left: int = 0  # requests that the server had not ended at last
+    masked: int = 0  # calls of FA4 with a mask, over all layers
+    compiled: int = 0  # kernels, meanwhile
+    tensors_mib: float = 0.0  # GPU memory that tensors occupy, as last seen
 
     def measures(self) -> dict[str, float]:
         """Numbers for people, by name."""

@@ -62,18 +62,12 @@ COUNTS = ("failed", "cold", "masked MHA calls", "compiled", "tensors MiB")
 
 @dataclass
 class Conversation:
-    """One user of one server.
+    """One user of one server."""
 
-    Attributes:
-        number: which one; the same on every server.
-        history: prompts and answers so far.
-        turns: how many were asked.
-        lock: held until a turn is answered.
-    """
-
-    number: int
-    history: list[int] = field(default_factory=list)
-    turns: int = 0
+    number: int  # which one; the same on every server
+    history: list[int] = field(default_factory=list)  # prompts and answers so far
+    turns: int = 0  # how many were asked
+    # Held until a turn is answered.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -92,25 +86,17 @@ class Conversation:
 
 @dataclass
 class Round:
-    """What one server answered to one round.
+    """What one server answered to one round."""
 
-    Attributes:
-        prompts: answers to the new prompts.
-        turns: answers to the conversations' turns.
-        cold: turns whose history was not cached.
-        seconds: from the first request to the last answer.
-        masked: calls of FA4 with a mask, over all layers.
-        compiled: kernels, meanwhile.
-        tensors_mib: GPU memory that tensors occupy, as last seen.
-    """
-
+    # Answers to the new prompts.
     prompts: list[Completion] = field(default_factory=list)
+    # Answers to the conversations' turns.
     turns: list[Completion] = field(default_factory=list)
-    cold: int = 0
-    seconds: float = 0.0
-    masked: int = 0
-    compiled: int = 0
-    tensors_mib: float = 0.0
+    cold: int = 0  # turns whose history was not cached
+    seconds: float = 0.0  # from the first request to the last answer
+    masked: int = 0  # calls of FA4 with a mask, over all layers
+    compiled: int = 0  # kernels, meanwhile
+    tensors_mib: float = 0.0  # GPU memory that tensors occupy, as last seen
 
     def measures(self) -> dict[str, float]:
         """Numbers for people, by name."""

@@ -36,31 +36,18 @@ DIGITS = 4  # of a coefficient
 
 @dataclass
 class Measured:
-    """One step, and how long each way took.
+    """One step, and how long each way took."""
 
-    Attributes:
-        dims: head dimensions of Q and K, and of V, as the CSV has them.
-        ranks: tensor-parallel size.
-        heads: of the rank.
-        topk: keys that a query selects.
-        kv_cache_dtype: as vLLM spells it.
-        batch: the requests.
-        num_chunks: chunks in which the cached tokens were gathered.
-        num_sms: multiprocessors of the GPU.
-        max_splits: most parts in which cached keys were taken.
-        median_us: by way.
-    """
-
-    dims: str
-    ranks: int
-    heads: int
-    topk: int
-    kv_cache_dtype: str
-    batch: Batch
-    num_chunks: int
-    num_sms: int
-    max_splits: int
-    median_us: dict[str, float] = field(default_factory=dict)
+    dims: str  # head dimensions of Q and K, and of V, as the CSV has them
+    ranks: int  # tensor-parallel size
+    heads: int  # of the rank
+    topk: int  # keys that a query selects
+    kv_cache_dtype: str  # as vLLM spells it
+    batch: Batch  # the requests
+    num_chunks: int  # chunks in which the cached tokens were gathered
+    num_sms: int  # multiprocessors of the GPU
+    max_splits: int  # most parts in which cached keys were taken
+    median_us: dict[str, float] = field(default_factory=dict)  # by way
 
     @property
     def is_kept(self) -> bool:

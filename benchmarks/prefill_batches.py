@@ -19,15 +19,11 @@ _SEGMENT = re.compile(r"(\d+)?q(\d+)(k?)(?:s(\d+)(k?))?")
 
 @dataclass(frozen=True)
 class Batch:
-    """The prefills of one step.
+    """The prefills of one step."""
 
-    Attributes:
-        text: as it was given.
-        requests: new tokens and cached tokens of each, in the order in which vLLM
-            lays out a batch: requests that have cached tokens first.
-    """
-
-    text: str
+    text: str  # as it was given
+    # New tokens and cached tokens of each, in the order in which vLLM lays out a batch:
+    # requests that have cached tokens first.
     requests: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:

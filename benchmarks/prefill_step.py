@@ -49,17 +49,11 @@ NAMES = {"deepseek": "DeepSeek-V3.2", "glm": "GLM-5.x"}
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's share of the prefills of a step.
+    """One rank's share of the prefills of a step."""
 
-    Attributes:
-        model: a key of `MODELS`.
-        dims: of its layer on the rank.
-        batch: the requests.
-    """
-
-    model: str
-    dims: Dims
-    batch: Batch
+    model: str  # a key of `MODELS`
+    dims: Dims  # of its layer on the rank
+    batch: Batch  # the requests
 
     def __str__(self) -> str:
         return (

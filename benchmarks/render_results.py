@@ -47,15 +47,10 @@ def run_cog(files: Sequence[Path], *options: str) -> int:
 
 @dataclass(frozen=True)
 class Page:
-    """The results that a page shows.
+    """The results that a page shows."""
 
-    Attributes:
-        folder: where its files lie.
-        gpu: ending of their stems, such as ``h200``.
-    """
-
-    folder: Path
-    gpu: str
+    folder: Path  # where its files lie
+    gpu: str  # ending of their stems, such as ``h200``
 
     @classmethod
     def of(cls, path: str) -> "Page":

@@ -42,15 +42,10 @@ VARIANTS = ("stock", "opt-in")
 
 @dataclass(frozen=True)
 class Assumed:
-    """What is neither measured nor published, as fractions.
+    """What is neither measured nor published, as fractions."""
 
-    Attributes:
-        utilisation: Of the FP8 peak, by matrix products.
-        link: Of NVLink's rate, by an all-reduce.
-    """
-
-    utilisation: float
-    link: float
+    utilisation: float  # of the FP8 peak, by matrix products
+    link: float  # of NVLink's rate, by an all-reduce
 
 
 LOW, HIGH = Assumed(0.4, 0.5), Assumed(0.6, 0.8)

@@ -25,26 +25,21 @@ CHANGED = "changed"
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of one expression.
+    """A change of one expression."""
 
-    Attributes:
-        function: qualified name, such as ``Class.method``, also of a constant.
-        pattern: matches exactly one node inside the definition, and saves the
-            expression to change as ``CHANGED``.
-        change: returns what that expression becomes, on as many lines.
-        imports: statements that it needs at the top of the file; not for a module that
-            may be edited where it is (``guard.EditedFile.keeps_name``).
-        untyped: a call of what the declared type of its object has not, which the patch
-            tells mypy.
-        exported: whether the patch has it too.
-    """
-
-    function: str
+    function: str  # qualified name, such as ``Class.method``, also of a constant
+    # Matches exactly one node inside the definition, and saves the expression to change
+    # as ``CHANGED``.
     pattern: m.BaseMatcherNode
+    # Returns what that expression becomes, on as many lines.
     change: Callable[[cst.CSTNode], cst.CSTNode]
+    # Statements that it needs at the top of the file; not for a module that may be
+    # edited where it is (``guard.EditedFile.keeps_name``).
     imports: tuple[str, ...] = ()
+    # A call of what the declared type of its object has not, which the patch tells
+    # mypy.
     untyped: str = ""
-    exported: bool = True
+    exported: bool = True  # whether the patch has it too
 
 
 def apply_edits(text: str, edits: Sequence[Edit], moves_lines: bool = False) -> str:

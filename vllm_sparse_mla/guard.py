@@ -26,17 +26,12 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class OverlaidFile:
-    """One file of the overlay tree.
+    """One file of the overlay tree."""
 
-    Attributes:
-        module: name under which the file is imported.
-        sha256: digest of the upstream file that is replaced; None if upstream has none.
-        enabled: whether the file takes part in this process.
-    """
-
-    module: str
+    module: str  # name under which the file is imported
+    # Digest of the upstream file that is replaced; None if upstream has none.
     sha256: str | None = None
-    enabled: Callable[[], bool] = _always
+    enabled: Callable[[], bool] = _always  # whether the file takes part in this process
 
     @property
     def path(self) -> str:
@@ -55,14 +50,11 @@ class EditedFile(OverlaidFile):
 
     The digest also stands for the patterns: in the pinned file each of them matches
     once, and a file in which one does not has another digest.
-
-    Attributes:
-        keeps_name: whether the module goes by the name of upstream's file, though its
-            text differs. torch.compile's cache reads the files of what it traced, so a
-            file has to be there; a name of its own is for those that key what they
-            compile by it.
     """
 
+    # Whether the module goes by the name of upstream's file, though its text differs.
+    # torch.compile's cache reads the files of what it traced, so a file has to be
+    # there; a name of its own is for those that key what they compile by it.
     keeps_name: bool = False
 
 

@@ -19,30 +19,20 @@ REQUEST_TIMEOUT_S = 180.0
 
 @dataclass
 class Completion:
-    """What came back for one request.
+    """What came back for one request."""
 
-    Attributes:
-        status: HTTP status; 0 if the connection failed.
-        error: Body of an error, or the connection's error; empty on success.
-        token_ids: Generated tokens.
-        logprobs: Log-probability of each generated token, natural log.
-        gaps: Distance from the best to the second-best log-probability at each
-            generated token.
-        prompt_logprobs: Log-probability of each prompt token but the first.
-        cached_tokens: Prompt tokens that the prefix cache served.
-        ttft: Seconds to the first token; only of streamed requests.
-        seconds: Seconds to the last token.
-    """
-
-    status: int = 0
-    error: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    status: int = 0  # HTTP status; 0 if the connection failed
+    error: str = ""  # body of an error, or the connection's error; empty on success
+    token_ids: list[int] = field(default_factory=list)  # generated tokens
+    # Log-probability of each generated token, natural log.
     logprobs: list[float] = field(default_factory=list)
+    # Distance from the best to the second-best log-probability at each generated token.
     gaps: list[float] = field(default_factory=list)
+    # Log-probability of each prompt token but the first.
     prompt_logprobs: list[float] = field(default_factory=list)
-    cached_tokens: int = 0
-    ttft: float = float("nan")
-    seconds: float = float("nan")
+    cached_tokens: int = 0  # prompt tokens that the prefix cache served
+    ttft: float = float("nan")  # seconds to the first token; only of streamed requests
+    seconds: float = float("nan")  # seconds to the last token
 
     @property
     def ok(self) -> bool:

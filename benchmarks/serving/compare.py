@@ -12,18 +12,13 @@ from serving.client import Completion
 
 @dataclass(frozen=True)
 class Difference:
-    """Distance of two answers to one prompt.
+    """Distance of two answers to one prompt."""
 
-    Attributes:
-        largest: Largest absolute difference of a log-probability.
-        mean: Mean absolute difference.
-        diverged_at: Index of the first generated token that differs, or None.
-        gap: How far the first answer's best token was ahead of its second there.
-    """
-
-    largest: float = 0.0
-    mean: float = 0.0
+    largest: float = 0.0  # largest absolute difference of a log-probability
+    mean: float = 0.0  # mean absolute difference
+    # Index of the first generated token that differs, or None.
     diverged_at: int | None = None
+    # How far the first answer's best token was ahead of its second there.
     gap: float = 0.0
 
     @property

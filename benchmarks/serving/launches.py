@@ -27,34 +27,20 @@ _SM100_PREFILL = "vLLM 0.33.0 has this MLA prefill backend on SM100 alone"
 
 @dataclass(frozen=True)
 class Launch:
-    """A row.
+    """A row."""
 
-    Attributes:
-        name: What a test of it is called.
-        args: Passed to ``vllm serve``.
-        env: Set for it.
-        token_budget: Tokens of a scheduler step.
-        max_num_seqs: Most requests in a step.
-        gpus: Of one host.
-        never: Why no SM90 GPU can run it; empty if one can.
-        package: That must be installed beside vLLM's own requirements.
-        masked: Whether prefills take masked MHA under the opt-in.
-        model: A name of ``tiny_model.SPECS``.
-        text: Whether the server has a tokenizer; the others take ids alone.
-        ask: Puts requests to a server.
-    """
-
-    name: str
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    token_budget: int = scenario.TOKEN_BUDGET
-    max_num_seqs: int = 16
-    gpus: int = 1
-    never: str = ""
-    package: str = ""
-    masked: bool = True
-    model: str = MODEL
-    text: bool = False
+    name: str  # what a test of it is called
+    args: tuple[str, ...] = ()  # passed to ``vllm serve``
+    env: Mapping[str, str] = field(default_factory=dict)  # set for it
+    token_budget: int = scenario.TOKEN_BUDGET  # tokens of a scheduler step
+    max_num_seqs: int = 16  # most requests in a step
+    gpus: int = 1  # of one host
+    never: str = ""  # why no SM90 GPU can run it; empty if one can
+    package: str = ""  # that must be installed beside vLLM's own requirements
+    masked: bool = True  # whether prefills take masked MHA under the opt-in
+    model: str = MODEL  # a name of ``tiny_model.SPECS``
+    text: bool = False  # whether the server has a tokenizer; the others take ids alone
+    # Puts requests to a server.
     ask: Callable[[Server], Awaitable[Answers]] = scenario.ask_server
 
     def server_arguments(self) -> dict:

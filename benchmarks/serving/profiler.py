@@ -15,14 +15,10 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories in a torch trace
 
 @dataclass(frozen=True)
 class Kernel:
-    """All launches of one kernel in a trace.
+    """All launches of one kernel in a trace."""
 
-    Attributes:
-        launches: How many there are.
-        ms: Milliseconds on the GPU, summed; kernels that run side by side both count.
-    """
-
-    launches: int = 0
+    launches: int = 0  # how many there are
+    # Milliseconds on the GPU, summed; kernels that run side by side both count.
     ms: float = 0.0
 
     def __add__(self, other: "Kernel") -> "Kernel":

@@ -40,20 +40,17 @@ STOCK_NOISE = 0.03
 
 @dataclass
 class Answers:
-    """What one server answered.
+    """What one server answered."""
 
-    Attributes:
-        alone: Per prompt, the answers when nothing else ran.
-        crowded: Per prompt, the answers amid all prompts and a decode.
-        prefixed: Per suffix, the answer that took its prefix from the cache.
-        control: Answer to the ``control_prompt`` of the longest prompt.
-        warm_jit: Kernels compiled between start-up and ``alone``.
-    """
-
+    # Per prompt, the answers when nothing else ran.
     alone: list[list[Completion]] = field(default_factory=list)
+    # Per prompt, the answers amid all prompts and a decode.
     crowded: list[list[Completion]] = field(default_factory=list)
+    # Per suffix, the answer that took its prefix from the cache.
     prefixed: list[Completion] = field(default_factory=list)
+    # Answer to the ``control_prompt`` of the longest prompt.
     control: Completion = field(default_factory=Completion)
+    # Kernels compiled between start-up and ``alone``.
     warm_jit: list[str] = field(default_factory=list)
 
     def by_prompt(self) -> list[list[Completion]]:

@@ -76,37 +76,25 @@ def variant_environment(variant: str) -> dict[str, str]:
 
 @dataclass
 class Server:
-    """One ``vllm serve`` process.
+    """One ``vllm serve`` process."""
 
-    Attributes:
-        model: Folder of the model.
-        variant: One of ``VARIANTS``.
-        log_path: File that gets stdout and stderr of all its processes.
-        max_model_len: Longest sequence in tokens.
-        max_num_batched_tokens: Token budget of a scheduler step.
-        max_num_seqs: Most requests in a step.
-        kv_cache_gib: KV cache size. Given, so that vLLM does not derive it from
-            free memory, which servers that start side by side change.
-        kv_cache_dtype: As ``vllm serve`` takes it.
-        tensor_parallel_size: GPUs to use.
-        tokenizer: Whether to read the model's; prompts are token ids otherwise.
-        several_gpus: Whether ``extra_args`` ask for more GPUs than one.
-        extra_args: Further command line arguments.
-        extra_env: Further environment variables.
-    """
-
-    model: Path
-    variant: str
-    log_path: Path
-    max_model_len: int = 8192
-    max_num_batched_tokens: int = 8192
-    max_num_seqs: int = 64
+    model: Path  # folder of the model
+    variant: str  # one of ``VARIANTS``
+    log_path: Path  # file that gets stdout and stderr of all its processes
+    max_model_len: int = 8192  # longest sequence in tokens
+    max_num_batched_tokens: int = 8192  # token budget of a scheduler step
+    max_num_seqs: int = 64  # most requests in a step
+    # KV cache size. Given, so that vLLM does not derive it from free memory, which
+    # servers that start side by side change.
     kv_cache_gib: float = 4.0
-    kv_cache_dtype: str = "auto"
-    tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"  # as ``vllm serve`` takes it
+    tensor_parallel_size: int = 1  # GPUs to use
+    # Whether to read the model's; prompts are token ids otherwise.
     tokenizer: bool = False
-    several_gpus: bool = False
+    several_gpus: bool = False  # whether ``extra_args`` ask for more GPUs than one
+    # Further command line arguments.
     extra_args: Sequence[str] = field(default_factory=compile_arguments)
+    # Further environment variables.
     extra_env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen | None = field(default=None, init=False)

@@ -50,17 +50,11 @@ Outcomes = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of one project.
+    """Tests of one project."""
 
-    Attributes:
-        name: of the project.
-        folder: holds ``tests``.
-        tests: files or tests below ``folder``.
-    """
-
-    name: str
-    folder: Path
-    tests: Sequence[str]
+    name: str  # of the project
+    folder: Path  # holds ``tests``
+    tests: Sequence[str]  # files or tests below ``folder``
 
 
 def importers_of_replaced_modules(source: Path) -> list[str]:

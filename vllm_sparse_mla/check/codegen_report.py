@@ -29,18 +29,13 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class CallbackResult:
-    """The mask's loads in one compiled kernel.
+    """The mask's loads in one compiled kernel."""
 
-    Attributes:
-        record: the kernel's.
-        judged: whether the callback is this project's, and so has to hold; the stock
-            ones are there to compare with.
-        problem: what does not hold; empty if all does.
-    """
-
-    record: CodegenRecord
+    record: CodegenRecord  # the kernel's
+    # Whether the callback is this project's, and so has to hold; the stock ones are
+    # there to compare with.
     judged: bool
-    problem: str = ""
+    problem: str = ""  # what does not hold; empty if all does
 
     @property
     def ok(self) -> bool:

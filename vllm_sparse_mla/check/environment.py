@@ -64,19 +64,12 @@ def prepare_process(capability: tuple[int, int] | None = None) -> bool:
 
 @dataclass(frozen=True)
 class OverlayState:
-    """Whether a process runs the overlaid layer.
+    """Whether a process runs the overlaid layer."""
 
-    Attributes:
-        active: the layer module comes from the overlay tree.
-        layer_file: the file that it comes from.
-        files: paths in vLLM's package that are overlaid.
-        error: why the state is unknown, if it is.
-    """
-
-    active: bool
-    layer_file: str
-    files: tuple[str, ...]
-    error: str = ""
+    active: bool  # the layer module comes from the overlay tree
+    layer_file: str  # the file that it comes from
+    files: tuple[str, ...]  # paths in vLLM's package that are overlaid
+    error: str = ""  # why the state is unknown, if it is
 
 
 def overlay_state() -> OverlayState:

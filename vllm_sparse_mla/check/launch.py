@@ -33,26 +33,17 @@ class LaunchRefused(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """What vLLM decides before it loads a model.
+    """What vLLM decides before it loads a model."""
 
-    Attributes:
-        dims: what the layer asks for dispatch: heads over all ranks, kv_lora_rank,
-            qk_nope_head_dim, qk_rope_head_dim, v_head_dim.
-        index_topk: keys that the indexer keeps for a query.
-        kv_cache_dtype: as the layers get it.
-        decided_by: what made it that.
-        backend: attention backend.
-        available: whether masked MHA can run, by the layer's own question.
-        kv_cache_refusal: why not, where only the KV cache dtype is in the way.
-    """
-
+    # What the layer asks for dispatch: heads over all ranks, kv_lora_rank,
+    # qk_nope_head_dim, qk_rope_head_dim, v_head_dim.
     dims: tuple[int, int, int, int, int]
-    index_topk: int
-    kv_cache_dtype: str
-    decided_by: str
-    backend: str
-    available: bool
-    kv_cache_refusal: str | None
+    index_topk: int  # keys that the indexer keeps for a query
+    kv_cache_dtype: str  # as the layers get it
+    decided_by: str  # what made it that
+    backend: str  # attention backend
+    available: bool  # whether masked MHA can run, by the layer's own question
+    kv_cache_refusal: str | None  # why not, where only the KV cache dtype is in the way
 
 
 @contextmanager

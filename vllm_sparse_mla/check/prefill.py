@@ -31,29 +31,17 @@ _CALLBACKS = {
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step's prefill gave on one mask path.
+    """What one step's prefill gave on one mask path."""
 
-    Attributes:
-        step: number of the engine step.
-        context_lens: of each prefill request.
-        query_lens: of each prefill request.
-        mask_path: the path that was asked for.
-        attention_calls: calls of FA4 or its stand-in.
-        largest_error: largest absolute error of the output.
-        budget: error budget of the query that has it.
-        error_over_budget: largest ratio of any query's error to its own budget.
-        problem: what else is wrong; empty if nothing.
-    """
-
-    step: int
-    context_lens: tuple[int, ...]
-    query_lens: tuple[int, ...]
-    mask_path: str
-    attention_calls: int
-    largest_error: float
-    budget: float
-    error_over_budget: float
-    problem: str = ""
+    step: int  # number of the engine step
+    context_lens: tuple[int, ...]  # of each prefill request
+    query_lens: tuple[int, ...]  # of each prefill request
+    mask_path: str  # the path that was asked for
+    attention_calls: int  # calls of FA4 or its stand-in
+    largest_error: float  # largest absolute error of the output
+    budget: float  # error budget of the query that has it
+    error_over_budget: float  # largest ratio of any query's error to its own budget
+    problem: str = ""  # what else is wrong; empty if nothing
 
     @property
     def ok(self) -> bool:

@@ -27,65 +27,46 @@ _BATCH_SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class LengthRange:
-    """Sequence lengths for which a prefill may run as masked MHA.
+    """Sequence lengths for which a prefill may run as masked MHA."""
 
-    Attributes:
-        first: shortest sequence in tokens.
-        last: longest sequence in tokens.
-        min_query_len: tokens that the batch's longest query must have; 0 if any.
-    """
-
-    first: int
-    last: int
-    min_query_len: int
+    first: int  # shortest sequence in tokens
+    last: int  # longest sequence in tokens
+    min_query_len: int  # tokens that the batch's longest query must have; 0 if any
 
 
 @dataclass(frozen=True)
 class WorkspaceRow:
-    """Longest sequence whose mask fits the workspace, by the batch's shape.
+    """Longest sequence whose mask fits the workspace, by the batch's shape."""
 
-    Attributes:
-        query_len: longest query of the batch.
-        longest_sequence: requests in the batch -> tokens. With context, a longer one
-            has its mask built range by range; without, it is computed by sparse MQA.
-    """
-
-    query_len: int
+    query_len: int  # longest query of the batch
+    # Requests in the batch -> tokens. With context, a longer one has its mask built
+    # range by range; without, it is computed by sparse MQA.
     longest_sequence: dict[int, int]
 
 
 @dataclass(frozen=True)
 class ServingReport:
-    """The answers for one launch.
+    """The answers for one launch."""
 
-    Attributes:
-        model: as given, as are the three that follow.
-        gpu: architecture, such as sm_100.
-        tensor_parallel_size: ranks.
-        asked_kv_cache_dtype: what `--kv-cache-dtype` was.
-        reasons: why masked MHA will not be used, a sentence each; empty if it will.
-        launch: what vLLM makes of it; None if it would not start, or has no sparse MLA.
-        whole_prompts: prompts that one step computes from their first token.
-        with_context: prefills of which earlier steps computed a part.
-        estimated_by: whose measurements decide between masked MHA and sparse MQA;
-            empty where vLLM's table of lengths does.
-        no_estimate: why an estimate that was asked for does not decide; else empty.
-        workspace_bytes: size of the mask workspace, per metadata builder.
-        workspace: which batch shapes fit it.
-    """
-
-    model: str
-    gpu: str
-    tensor_parallel_size: int
-    asked_kv_cache_dtype: str
+    model: str  # as given, as are the three that follow
+    gpu: str  # architecture, such as sm_100
+    tensor_parallel_size: int  # ranks
+    asked_kv_cache_dtype: str  # what `--kv-cache-dtype` was
+    # Why masked MHA will not be used, a sentence each; empty if it will.
     reasons: tuple[str, ...]
+    # What vLLM makes of it; None if it would not start, or has no sparse MLA.
     launch: Launch | None = None
+    # Prompts that one step computes from their first token.
     whole_prompts: tuple[LengthRange, ...] = ()
+    # Prefills of which earlier steps computed a part.
     with_context: tuple[LengthRange, ...] = ()
+    # Whose measurements decide between masked MHA and sparse MQA; empty where vLLM's
+    # table of lengths does.
     estimated_by: str = ""
+    # Why an estimate that was asked for does not decide; else empty.
     no_estimate: str = ""
-    workspace_bytes: int = 0
-    workspace: tuple[WorkspaceRow, ...] = ()
+    workspace_bytes: int = 0  # size of the mask workspace, per metadata builder
+    workspace: tuple[WorkspaceRow, ...] = ()  # which batch shapes fit it
 
     @property
     def used(self) -> bool:

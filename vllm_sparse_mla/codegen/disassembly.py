@@ -24,34 +24,23 @@ class DisassemblerMissing(RuntimeError):
 
 @dataclass(frozen=True)
 class Cubin:
-    """What the disassembler says about one cubin.
+    """What the disassembler says about one cubin."""
 
-    Attributes:
-        kernel: symbol of the kernel.
-        target: architecture that ptxas says it built for, such as ``sm_100a``.
-        instructions: SASS instructions other than NOP.
-        opcodes: count of each SASS opcode, without its modifiers.
-        loop_opcodes: the same of the softmax loop alone: the shortest loop that holds
-            the exponentials of a key block, hence what runs once per key block where
-            no sequence end or diagonal is checked. Empty if there is none.
-        global_loads: SASS loads from global memory by width in bits.
-        registers: registers a thread at launch. FA4 redistributes them among its
-            warps with setmaxnreg, so this is the allocation and not the pressure.
-        local_bytes: local memory a thread in bytes (stack frame and spills).
-        local_opcodes: LDL and STL instructions.
-        versions: of ptxas and the disassembler; of a record also of vllm, torch and
-            the DSL.
-    """
-
-    kernel: str
-    target: str
-    instructions: int
-    opcodes: dict[str, int]
+    kernel: str  # symbol of the kernel
+    target: str  # architecture that ptxas says it built for, such as ``sm_100a``
+    instructions: int  # SASS instructions other than NOP
+    opcodes: dict[str, int]  # count of each SASS opcode, without its modifiers
+    # The same of the softmax loop alone: the shortest loop that holds the exponentials
+    # of a key block, hence what runs once per key block where no sequence end or
+    # diagonal is checked. Empty if there is none.
     loop_opcodes: dict[str, int]
-    global_loads: dict[int, int]
+    global_loads: dict[int, int]  # SASS loads from global memory by width in bits
+    # Registers a thread at launch. FA4 redistributes them among its warps with
+    # setmaxnreg, so this is the allocation and not the pressure.
     registers: int
-    local_bytes: int
-    local_opcodes: int
+    local_bytes: int  # local memory a thread in bytes (stack frame and spills)
+    local_opcodes: int  # LDL and STL instructions
+    # Of ptxas and the disassembler; of a record also of vllm, torch and the DSL.
     versions: dict[str, str]
 
 

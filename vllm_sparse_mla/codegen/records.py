@@ -14,35 +14,26 @@ LONG = {"opcodes": {}, "added_opcodes": {}, "cubin_bytes": 0, "seconds": 0.0}
 
 @dataclass(frozen=True)
 class CodegenRecord(Cubin):
-    """Facts read from one cubin, its PTX, and how it was made.
+    """Facts read from one cubin, its PTX, and how it was made."""
 
-    Attributes:
-        variant: what was asked for, target included.
-        ptx_loads: PTX loads from global memory by width in bits.
-        applications: how often the mask was applied to a tile while FA4 traced
-            the kernel, which is how often the code for it is in the kernel.
-        mask_calls: how often the callback was called in that trace.
-        vec_size: keys that one call of the callback covers; 1 if scalar.
-        cubin_bytes: size of the cubin.
-        seconds: time to compile, without the imports.
-        mask_loads: ``global_loads`` less those of the unmasked kernel of the same
-            variant; only non-zero differences. None until that is known.
-        added_instructions: ``instructions`` less those of the unmasked kernel.
-        added_opcodes: ``opcodes`` less those of the unmasked kernel, non-zero only.
-        added_loop_opcodes: ``loop_opcodes`` less those of the unmasked kernel; empty
-            if the mask's loads are elsewhere, for then that loop is not the mask's.
-    """
-
-    variant: Variant
-    ptx_loads: dict[int, int]
+    variant: Variant  # what was asked for, target included
+    ptx_loads: dict[int, int]  # PTX loads from global memory by width in bits
+    # How often the mask was applied to a tile while FA4 traced the kernel, which is how
+    # often the code for it is in the kernel.
     applications: int
-    mask_calls: int
-    vec_size: int
-    cubin_bytes: int
-    seconds: float
+    mask_calls: int  # how often the callback was called in that trace
+    vec_size: int  # keys that one call of the callback covers; 1 if scalar
+    cubin_bytes: int  # size of the cubin
+    seconds: float  # time to compile, without the imports
+    # ``global_loads`` less those of the unmasked kernel of the same variant, where that
+    # is not 0. None until that is known.
     mask_loads: dict[int, int] | None = None
+    # ``instructions`` less those of the unmasked kernel.
     added_instructions: int | None = None
+    # ``opcodes`` less those of the unmasked kernel, non-zero only.
     added_opcodes: dict[str, int] = field(default_factory=dict)
+    # ``loop_opcodes`` less those of the unmasked kernel; empty if the mask's loads are
+    # elsewhere, for then that loop is not the mask's.
     added_loop_opcodes: dict[str, int] = field(default_factory=dict)
 
     @property

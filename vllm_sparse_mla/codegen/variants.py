@@ -24,37 +24,25 @@ _ARCH = re.compile(r"sm_(90|100|103|110|120)[af]?")
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of FA4's forward kernel (BF16, varlen, one split).
+    """One specialisation of FA4's forward kernel (BF16, varlen, one split)."""
 
-    Attributes:
-        head_dim: head dimension of Q and K.
-        head_dim_v: head dimension of V.
-        causal: FA4's own causal masking, besides the callback.
-        lse: whether the kernel also writes the log-sum-exp.
-        batch: number of requests.
-        callback: a key of ``CALLBACKS``, or ``FILE.py:FUNCTION`` with an
-            absolute path.
-        key_starts: give the callback a second aux tensor, int32 [batch].
-        sliced: give the mask as a slice, by request, of a larger one.
-        stock_kernel: FA4's SM100 kernel as the installed vLLM has it, without the
-            patch set's edit.
-        arch: target such as ``sm_100a``; None means the target that is given to
-            ``compile_variants``.
-        alone: not FA4 but a kernel that only calls the callback, once per row and
-            group of 128 columns (``callback_kernel``); head dimensions, ``causal``,
-            ``lse`` and ``batch`` mean nothing then.
-    """
-
-    head_dim: int = 192
-    head_dim_v: int = 128
-    causal: bool = False
-    lse: bool = True
-    batch: int = 1
+    head_dim: int = 192  # head dimension of Q and K
+    head_dim_v: int = 128  # head dimension of V
+    causal: bool = False  # FA4's own causal masking, besides the callback
+    lse: bool = True  # whether the kernel also writes the log-sum-exp
+    batch: int = 1  # number of requests
+    # A key of ``CALLBACKS``, or ``FILE.py:FUNCTION`` with an absolute path.
     callback: str = "none"
-    key_starts: bool = False
-    sliced: bool = False
+    key_starts: bool = False  # give the callback a second aux tensor, int32 [batch]
+    sliced: bool = False  # give the mask as a slice, by request, of a larger one
+    # FA4's SM100 kernel as the installed vLLM has it, without the patch set's edit.
     stock_kernel: bool = False
+    # Target such as ``sm_100a``; None means the target that is given to
+    # ``compile_variants``.
     arch: str | None = None
+    # Not FA4 but a kernel that only calls the callback, once per row and group of 128
+    # columns (``callback_kernel``); head dimensions, ``causal``, ``lse`` and ``batch``
+    # mean nothing then.
     alone: bool = False
 
     def __post_init__(self) -> None:

@@ -11,21 +11,14 @@ from vllm_sparse_mla.export_patch.splice import Definition
 
 @dataclass(frozen=True)
 class Change:
-    """One file of a patch.
+    """One file of a patch."""
 
-    Attributes:
-        path: Path in the upstream repository.
-        before: Upstream's text; None for a new file.
-        after: The new text.
-        definitions: In what a spliced file differs; empty for a new file.
-        warning: What a reader of the patch should know; empty if nothing.
-    """
-
-    path: str
-    before: str | None
-    after: str
+    path: str  # path in the upstream repository
+    before: str | None  # upstream's text; None for a new file
+    after: str  # the new text
+    # In what a spliced file differs; empty for a new file.
     definitions: tuple[Definition, ...] = ()
-    warning: str = ""
+    warning: str = ""  # what a reader of the patch should know; empty if nothing
 
 
 def _lines(text: str) -> list[str]:

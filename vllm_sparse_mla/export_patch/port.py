@@ -45,14 +45,10 @@ _GPU_CONDITION = f"""
 
 @dataclass(frozen=True)
 class PortedTest:
-    """A test file as upstream would have it.
+    """A test file as upstream would have it."""
 
-    Attributes:
-        text: The file; None if all of it is about this package.
-        left_out: Names of test functions that are about this package.
-    """
-
-    text: str | None
+    text: str | None  # the file; None if all of it is about this package
+    # Names of test functions that are about this package.
     left_out: tuple[str, ...] = ()
 
 

@@ -23,16 +23,11 @@ _NOT_A_MESSAGE = re.compile(
 
 @dataclass(frozen=True)
 class Patch:
-    """One commit of a series.
+    """One commit of a series."""
 
-    Attributes:
-        subject: One line, imperative.
-        message: What, why and how it was tested; paragraphs of wrapped lines.
-        changes: Its files; ``before`` is the file as the patches before it leave it.
-    """
-
-    subject: str
-    message: str
+    subject: str  # one line, imperative
+    message: str  # what, why and how it was tested; paragraphs of wrapped lines
+    # Its files; ``before`` is the file as the patches before it leave it.
     changes: tuple[Change, ...]
 
     def __post_init__(self) -> None:

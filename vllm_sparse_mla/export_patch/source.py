@@ -19,25 +19,16 @@ from vllm_sparse_mla.export_patch.tidy import tidy
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What upstream's file and a changed one are made of.
+    """What upstream's file and a changed one are made of."""
 
-    Attributes:
-        path: In upstream's repository.
-        upstream: Upstream's text; None for a new file.
-        overlay: The overlay's text, or a ported test; empty if only edits change it.
-        rules: Of the splice into upstream's.
-        edits: Of single expressions of upstream's.
-        switches: Environment variables to declare.
-        warning: What a reader of the patch should know; empty if nothing.
-    """
-
-    path: str
-    upstream: str | None
+    path: str  # in upstream's repository
+    upstream: str | None  # upstream's text; None for a new file
+    # The overlay's text, or a ported test; empty if only edits change it.
     overlay: str = ""
-    rules: Rules = Rules()
-    edits: Sequence[Edit] = ()
-    switches: Sequence[str] = ()
-    warning: str = ""
+    rules: Rules = Rules()  # of the splice into upstream's
+    edits: Sequence[Edit] = ()  # of single expressions of upstream's
+    switches: Sequence[str] = ()  # environment variables to declare
+    warning: str = ""  # what a reader of the patch should know; empty if nothing
 
     @property
     def module(self) -> str:

@@ -24,44 +24,31 @@ from vllm_sparse_mla.overlay import UPSTREAM_PREFIX
 
 @dataclass(frozen=True)
 class Rules:
-    """What the text of an overlay file cannot say.
+    """What the text of an overlay file cannot say."""
 
-    Attributes:
-        wrapped: For a method that calls the one that it replaces: the name that
-            upstream's method gets, by qualified name.
-        removed: Qualified names of upstream's definitions that nothing needs any more.
-        formatted: Whether upstream formats the file as ruff does, with 88 columns.
-    """
-
+    # For a method that calls the one that it replaces: the name that upstream's method
+    # gets, by qualified name.
     wrapped: dict[str, str] = field(default_factory=dict)
+    # Qualified names of upstream's definitions that nothing needs any more.
     removed: tuple[str, ...] = ()
+    # Whether upstream formats the file as ruff does, with 88 columns.
     formatted: bool = True
 
 
 @dataclass(frozen=True)
 class Definition:
-    """One definition in which upstream's file and the spliced one differ.
+    """One definition in which upstream's file and the spliced one differ."""
 
-    Attributes:
-        name: Qualified name.
-        kind: ``new``, ``replaced``, ``wrapped``, ``removed`` or ``edited``.
-    """
-
-    name: str
-    kind: str
+    name: str  # qualified name
+    kind: str  # ``new``, ``replaced``, ``wrapped``, ``removed`` or ``edited``
 
 
 @dataclass(frozen=True)
 class Spliced:
-    """Upstream's file with the overlay's definitions.
+    """Upstream's file with the overlay's definitions."""
 
-    Attributes:
-        text: The file.
-        definitions: What differs, in the overlay's order.
-    """
-
-    text: str
-    definitions: tuple[Definition, ...]
+    text: str  # the file
+    definitions: tuple[Definition, ...]  # what differs, in the overlay's order
 
 
 def splice(

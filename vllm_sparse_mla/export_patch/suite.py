@@ -17,14 +17,10 @@ UPSTREAM_TESTS = {
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests at upstream's paths.
+    """Tests at upstream's paths."""
 
-    Attributes:
-        files: Text of each file, by path.
-        left_out: Files and ``file::function`` that are about this package.
-    """
-
-    files: dict[str, str]
+    files: dict[str, str]  # text of each file, by path
+    # Files and ``file::function`` that are about this package.
     left_out: tuple[str, ...]
 
 

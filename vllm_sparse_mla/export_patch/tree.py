@@ -56,17 +56,11 @@ def is_unnamed(node: cst.CSTNode) -> bool:
 
 @dataclass(frozen=True)
 class Lead:
-    """The lines above a statement.
+    """The lines above a statement."""
 
-    Attributes:
-        detached: What stands above the gap.
-        gap: Blank lines above ``comments``.
-        comments: Comments that adjoin the statement.
-    """
-
-    detached: tuple[cst.EmptyLine, ...]
-    gap: int
-    comments: tuple[cst.EmptyLine, ...]
+    detached: tuple[cst.EmptyLine, ...]  # what stands above the gap
+    gap: int  # blank lines above ``comments``
+    comments: tuple[cst.EmptyLine, ...]  # comments that adjoin the statement
 
 
 def lead(node: cst.CSTNode) -> Lead:
@@ -91,17 +85,11 @@ def with_lead(node: cst.CSTNode, above: Lead, gap: int) -> cst.CSTNode:
 
 @dataclass(frozen=True)
 class Binding:
-    """A name bound by an import.
+    """A name bound by an import."""
 
-    Attributes:
-        module: Module of ``from module import name``, or what ``import`` names.
-        name: What is imported from it; None for ``import module``.
-        asname: The name given by ``as``.
-    """
-
-    module: str
-    name: str | None
-    asname: str | None
+    module: str  # module of ``from module import name``, or what ``import`` names
+    name: str | None  # what is imported from it; None for ``import module``
+    asname: str | None  # the name given by ``as``
 
     @property
     def bound(self) -> str:

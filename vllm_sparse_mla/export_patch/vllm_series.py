@@ -32,19 +32,13 @@ TABLE = Path(__file__).with_suffix(".toml")
 
 @dataclass(frozen=True)
 class Step:
-    """A patch of the table.
+    """A patch of the table."""
 
-    Attributes:
-        name: What the table and ``fixes.py`` call it, and its page in docs/upstream.
-        subject: Of its commit.
-        message: Of its commit.
-        brings: By file: qualified names of definitions, or ``"*"``, all that no other
-            patch brings.
-    """
-
-    name: str
-    subject: str
-    message: str
+    name: str  # what the table and ``fixes.py`` call it, and its page in docs/upstream
+    subject: str  # of its commit
+    message: str  # of its commit
+    # By file: qualified names of definitions, or ``"*"``, all that no other patch
+    # brings.
     brings: Mapping[str, Sequence[str] | str]
 
 

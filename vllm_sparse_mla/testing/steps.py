@@ -55,33 +55,24 @@ LAYER_NAME = "model.layers.0.self_attn.attn"
 
 @dataclass(frozen=True)
 class Workload:
-    """What is scheduled, and the attention that it is scheduled for.
+    """What is scheduled, and the attention that it is scheduled for."""
 
-    Attributes:
-        prompt_lens: tokens of each prompt; all arrive before the first step.
-        token_budget: tokens that a step may hold (`max_num_batched_tokens`).
-        longest_piece: tokens of one prompt that a step may hold
-            (`long_prefill_token_threshold`), so that several prompts are under way at
-            once; 0 sets no limit.
-        output_len: tokens that each request generates.
-        max_num_seqs: requests that run at the same time.
-        dims: of the layer; by default DeepSeek-V3.2's but for heads and top-k.
-        decode_threshold: longest query that the builder counts as a decode. Backends
-            take 128 and more, depending on heads and device; 1 leaves every piece of a
-            prompt, however short, to the prefill path.
-        block_size: tokens of a KV cache block.
-        max_model_len: longest sequence in tokens.
-    """
-
+    # Tokens of each prompt; all arrive before the first step.
     prompt_lens: tuple[int, ...] = (300, 800, 517)
-    token_budget: int = 512
+    token_budget: int = 512  # tokens that a step may hold (`max_num_batched_tokens`)
+    # Tokens of one prompt that a step may hold (`long_prefill_token_threshold`), so
+    # that several prompts are under way at once; 0 sets no limit.
     longest_piece: int = 0
-    output_len: int = 4
-    max_num_seqs: int = 4
+    output_len: int = 4  # tokens that each request generates
+    max_num_seqs: int = 4  # requests that run at the same time
+    # Of the layer; by default DeepSeek-V3.2's but for heads and top-k.
     dims: Dims = DIMS
+    # Longest query that the builder counts as a decode. Backends take 128 and more,
+    # depending on heads and device; 1 leaves every piece of a prompt, however short, to
+    # the prefill path.
     decode_threshold: int = 1
-    block_size: int = 64
-    max_model_len: int = 4096
+    block_size: int = 64  # tokens of a KV cache block
+    max_model_len: int = 4096  # longest sequence in tokens
 
     @property
     def num_blocks(self) -> int:
@@ -92,21 +83,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class EngineStep:
-    """One step as the scheduler planned it, in the order of the batch.
+    """One step as the scheduler planned it, in the order of the batch."""
 
-    Attributes:
-        index: number of the step, from 0.
-        requests: number of each request, its place in `Workload.prompt_lens`.
-        context_lens: tokens of each request that earlier steps computed.
-        query_lens: tokens of each request that this step computes.
-        metadata: what the backend's builder made of it.
-    """
-
-    index: int
-    requests: list[int]
-    context_lens: list[int]
-    query_lens: list[int]
-    metadata: Any
+    index: int  # number of the step, from 0
+    requests: list[int]  # number of each request, its place in `Workload.prompt_lens`
+    context_lens: list[int]  # tokens of each request that earlier steps computed
+    query_lens: list[int]  # tokens of each request that this step computes
+    metadata: Any  # what the backend's builder made of it
 
     @property
     def prefills(self) -> slice:

@@ -89,36 +89,22 @@ GLM_5_3_FLASH = Family(
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes that differ between the models.
+    """Sizes that differ between the models."""
 
-    Attributes:
-        hidden_size: Width of the residual stream.
-        num_attention_heads: Heads in total, over all tensor-parallel ranks.
-        q_lora_rank: Rank of the query's down-projection.
-        index_topk: Keys that the indexer keeps for each query.
-        num_hidden_layers: Decoder layers.
-        intermediate_size: Width of the feed-forward.
-        vocab_size: Token ids are ``0 .. vocab_size - 1``.
-        max_position_embeddings: Longest sequence in tokens.
-        family: Whose head dimensions and model class.
-        num_experts: Routed experts of every layer but the first; 0 leaves all dense.
-        num_mtp_layers: Layers for multi-token prediction.
-        index_topk_pattern: A letter a layer: "F" has an indexer, "S" shares that of
-            the layer before it, "L" is linear attention (GLM-5.3-Flash alone). Empty
-            stands for an indexer in each.
-    """
-
-    hidden_size: int
-    num_attention_heads: int
-    q_lora_rank: int
-    index_topk: int
-    num_hidden_layers: int
-    intermediate_size: int
-    vocab_size: int = 1024
-    max_position_embeddings: int = 32768
-    family: Family = DEEPSEEK_V32
+    hidden_size: int  # width of the residual stream
+    num_attention_heads: int  # heads in total, over all tensor-parallel ranks
+    q_lora_rank: int  # rank of the query's down-projection
+    index_topk: int  # keys that the indexer keeps for each query
+    num_hidden_layers: int  # decoder layers
+    intermediate_size: int  # width of the feed-forward
+    vocab_size: int = 1024  # token ids are ``0 .. vocab_size - 1``
+    max_position_embeddings: int = 32768  # longest sequence in tokens
+    family: Family = DEEPSEEK_V32  # whose head dimensions and model class
+    # Routed experts of every layer but the first; 0 leaves all dense.
     num_experts: int = 0
-    num_mtp_layers: int = 0
+    num_mtp_layers: int = 0  # layers for multi-token prediction
+    # A letter a layer: "F" has an indexer, "S" shares that of the layer before it, "L"
+    # is linear attention (GLM-5.3-Flash alone). Empty stands for an indexer in each.
     index_topk_pattern: str = ""
 
 
