@@ -105,8 +105,13 @@ def _find_function(tree: cst.Module, name: str) -> cst.CSTNode:
     return found[0]
 
 
-def _appended(items: Sequence[cst.CSTNode], added: cst.CSTNode) -> list[cst.CSTNode]:
-    """Arguments or parameters with one more at their end, on the last one's line."""
+def saved(pattern: m.BaseMatcherNode) -> m.BaseMatcherNode:
+    """The pattern, what it matches being what an edit changes."""
+    return m.SaveMatchedNode(pattern, CHANGED)
+
+
+def appended(items: Sequence[cst.CSTNode], added: cst.CSTNode) -> list[cst.CSTNode]:
+    """Arguments, parameters or names with one more, on the line of the last."""
     *first, last = items
     space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     return [
@@ -119,24 +124,20 @@ def _appended(items: Sequence[cst.CSTNode], added: cst.CSTNode) -> list[cst.CSTN
 def _with_arguments(call: cst.Call, arguments: str) -> cst.Call:
     """The call with more keyword arguments at its end."""
     items = call.args
-    for added in cst.ensure_type(
-        cst.parse_expression(f"f({arguments})"), cst.Call
-    ).args:
-        items = _appended(items, added)
+    for added in cst.parse_expression(f"f({arguments})").args:
+        items = appended(items, added)
     return call.with_changes(args=items)
 
 
 def _with_parameter(parameters: cst.Parameters, parameter: str) -> cst.Parameters:
     """The parameters with one more that has a default."""
-    (added,) = cst.ensure_type(
-        cst.parse_statement(f"def f({parameter}): pass"), cst.FunctionDef
-    ).params.params
-    return parameters.with_changes(params=_appended(parameters.params, added))
+    (added,) = cst.parse_statement(f"def f({parameter}): pass").params.params
+    return parameters.with_changes(params=appended(parameters.params, added))
 
 
 def _with_mask_fn(function: str) -> m.Call:
     """A call of a function that gets a partial of the mask's application, or may."""
-    partial = m.SaveMatchedNode(m.Call(m.Name("partial")), CHANGED)
+    partial = saved(m.Call(m.Name("partial")))
     mask_fn = m.Arg(partial | m.IfExp(body=partial), keyword=m.Name("mask_fn"))
     return m.Call(m.Name(function), [m.ZeroOrMore(), mask_fn, m.ZeroOrMore()])
 
@@ -154,25 +155,20 @@ _CALLBACK_ALONE = m.If(
 )
 
 _VECTOR_MASK_MOD = "vector_mask_mod"
-_PARAMETERS = m.SaveMatchedNode(
-    m.Parameters([m.Param(m.Name("self")), m.AtLeastN(n=1)]), CHANGED
-)
-_TOO_WIDE = m.SaveMatchedNode(
+_COLUMN_ALIGNMENT = cst.Element(cst.SimpleString('"__column_alignment__"'))
+_PARAMETERS = saved(m.Parameters([m.Param(m.Name("self")), m.AtLeastN(n=1)]))
+_TOO_WIDE = saved(
     m.Comparison(
         m.Attribute(m.Name("self"), m.Name("mask_vec_size")),
         [m.ComparisonTarget(m.GreaterThan())],
-    ),
-    CHANGED,
+    )
 )
-_SUPER_INIT = m.SaveMatchedNode(
-    m.Call(m.Attribute(m.Call(m.Name("super")), m.Name("__init__"))), CHANGED
-)
-_MASK_FN = m.SaveMatchedNode(
+_SUPER_INIT = saved(m.Call(m.Attribute(m.Call(m.Name("super")), m.Name("__init__"))))
+_MASK_FN = saved(
     m.Call(
         m.Name("partial"),
         [m.Arg(m.Attribute(attr=m.Name("apply_mask"))), m.AtLeastN(n=1)],
-    ),
-    CHANGED,
+    )
 )
 
 
@@ -184,9 +180,7 @@ def _unless_it_takes_vectors(test: cst.Comparison) -> cst.BaseExpression:
 def _taking_vectors(call: cst.Call) -> cst.Call:
     """The call with the new parameter before its ``**kwargs``."""
     *first, kwargs = call.args
-    added = cst.ensure_type(
-        cst.parse_expression(f"f({_VECTOR_MASK_MOD}=True, )"), cst.Call
-    ).args
+    added = cst.parse_expression(f"f({_VECTOR_MASK_MOD}=True, )").args
     return call.with_changes(args=[*first, *added, kwargs])
 
 
@@ -205,20 +199,18 @@ def _with_digest_of_edits(call: cst.Call) -> cst.Call:
 
 def _ask_layer(call: cst.Call) -> cst.Call:
     """What the table admits goes through a question to the layer."""
-    asked = cst.ensure_type(
-        cst.parse_expression("self.impl.masked_mha_pays(self, attn_metadata, x)"),
-        cst.Call,
-    )
+    question = "self.impl.masked_mha_pays(self, attn_metadata, x)"
+    asked = cst.parse_expression(question)
     return asked.with_deep_changes(asked.args[-1], value=call)
 
 
 _LEAST_CAPABILITY = m.Call(
     m.Attribute(m.Name("current_platform"), m.Name("has_device_capability")),
-    [m.Arg(m.SaveMatchedNode(m.Integer("100"), CHANGED))],
+    [m.Arg(saved(m.Integer("100")))],
 )
 _KERNEL_CLASS = m.Assign(
     [m.AssignTarget(m.Name("kernel"))],
-    m.Call(m.SaveMatchedNode(m.Name("FusedQKernel"), CHANGED)),
+    m.Call(saved(m.Name("FusedQKernel"))),
 )
 
 
@@ -234,8 +226,7 @@ def _in_place_for_mha(new: cst.Call) -> cst.IfExp:
     So it does for MHA alone: MQA has another part by then, of a product.
     """
     text = "q_pe if q_pe.stride() == ql_nope.stride() else f()"
-    either = cst.ensure_type(cst.parse_expression(text), cst.IfExp)
-    return either.with_changes(orelse=new)
+    return cst.parse_expression(text).with_changes(orelse=new)
 
 
 # The loop over the blocks that need no mask but a callback.
@@ -304,12 +295,9 @@ VECTOR_EDITS: dict[str, tuple[Edit, ...]] = {
     f"{_FA4}.utils": (
         Edit(
             "_MIXER_ATTRS",
-            m.SaveMatchedNode(m.Tuple(), CHANGED),
+            saved(m.Tuple()),
             lambda names: names.with_changes(
-                elements=_appended(
-                    names.elements,
-                    cst.Element(cst.SimpleString('"__column_alignment__"')),
-                )
+                elements=appended(names.elements, _COLUMN_ALIGNMENT)
             ),
         ),
     ),
@@ -320,7 +308,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "vllm.model_executor.layers.attention.mla_attention": (
         Edit(
             "MLAAttention._use_sparse_mha",
-            m.SaveMatchedNode(m.Call(m.Name("_use_masked_mha")), CHANGED),
+            saved(m.Call(m.Name("_use_masked_mha"))),
             _ask_layer,
             untyped="self.impl.masked_mha_pays(",
         ),
@@ -328,10 +316,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "vllm.models.deepseek_v32.attention": (
         Edit(
             "DeepseekV32Attention._sparse_indexer_and_attn",
-            m.SaveMatchedNode(
-                _call("cat", m.Tuple([m.Element(m.Name("q_nope")), m.DoNotCare()])),
-                CHANGED,
-            ),
+            saved(_call("cat", m.Tuple([m.Element(m.Name("q_nope")), m.DoNotCare()]))),
             lambda _: cst.parse_expression("mha_query(q_nope, mha_q_pe)"),
             imports=(
                 "from vllm.models.deepseek_v32.common.mha_query import mha_query",
@@ -341,7 +326,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "vllm.models.deepseek_v32.common.kernels": (
         Edit(
             "fused_q",
-            m.SaveMatchedNode(_call("empty_like", m.Name("q_pe")), CHANGED),
+            saved(_call("empty_like", m.Name("q_pe"))),
             _in_place_for_mha,
         ),
     ),
@@ -366,7 +351,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     f"{_FA4}.cache_utils": (
         Edit(
             "_compute_source_fingerprint",
-            m.SaveMatchedNode(_NEW_DIGEST, CHANGED),
+            saved(_NEW_DIGEST),
             _with_digest_of_edits,
             exported=False,
         ),

@@ -12,11 +12,11 @@ import libcst as cst
 import libcst.matchers as m
 
 from vllm_sparse_mla.edits import (
-    CHANGED,
     DIAGONAL_EDITS,
     VECTOR_EDITS,
     Edit,
     apply_edits,
+    saved,
 )
 from vllm_sparse_mla.export_patch.diff import Change
 from vllm_sparse_mla.export_patch.port import port_test
@@ -43,12 +43,9 @@ _SM100_ONLY = m.If(
 
 def _also_on_sm90(condition: cst.If) -> cst.If:
     """The skip without SM90 among the architectures that it leaves out."""
-    return cst.ensure_type(
-        cst.parse_statement(
-            "if COMPUTE_CAPABILITY not in (9, 10, 11):\n"
-            '    pytest.skip("vectorized mask_mod application needs SM90 or SM100")\n'
-        ),
-        cst.If,
+    return cst.parse_statement(
+        "if COMPUTE_CAPABILITY not in (9, 10, 11):\n"
+        '    pytest.skip("vectorized mask_mod application needs SM90 or SM100")\n'
     ).with_changes(leading_lines=condition.leading_lines)
 
 
@@ -153,8 +150,8 @@ def _skips(root: Path) -> list[Change]:
     for path, function in _TEST_EDITS.items():
         if (root / path).is_file():
             before = (root / path).read_text()
-            pattern = m.SaveMatchedNode(_SM100_ONLY, CHANGED)
-            after = apply_edits(before, [Edit(function, pattern, _also_on_sm90)])
+            edit = Edit(function, saved(_SM100_ONLY), _also_on_sm90)
+            after = apply_edits(before, [edit])
             definitions = (Definition(function, "edited"),)
             changes.append(Change(path, before, after, definitions))
     return changes

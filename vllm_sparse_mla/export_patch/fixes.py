@@ -12,7 +12,7 @@ from collections.abc import Callable
 import libcst as cst
 import libcst.matchers as m
 
-from vllm_sparse_mla.edits import CHANGED, Edit
+from vllm_sparse_mla.edits import Edit, saved
 
 _LAYER = "vllm/model_executor/layers/attention/sparse_mla_attention.py"
 _RUN = "SparseMLACommonImpl._run_masked_mha"
@@ -21,12 +21,8 @@ _KERNELS = ("_scatter_topk_kernel", "_scatter_topk_single_req_kernel")
 _Change = Callable[[cst.CSTNode], cst.CSTNode | cst.FlattenSentinel]
 
 
-def _saved(pattern: m.BaseMatcherNode) -> m.BaseMatcherNode:
-    return m.SaveMatchedNode(pattern, CHANGED)
-
-
 def _line(pattern: m.BaseMatcherNode) -> m.BaseMatcherNode:
-    return _saved(m.SimpleStatementLine([pattern]))
+    return saved(m.SimpleStatementLine([pattern]))
 
 
 def _assigned(name: str, value: m.BaseMatcherNode) -> m.BaseMatcherNode:
@@ -49,8 +45,7 @@ def _below(code: str) -> _Change:
 
 def _narrowed(code: str) -> _Change:
     """A condition with another one that has to hold."""
-    more = cst.ensure_type(cst.parse_expression(f"_ & {code}"), cst.BinaryOperation)
-    return lambda old: more.with_changes(left=old)
+    return lambda old: cst.parse_expression(f"_ & {code}").with_changes(left=old)
 
 
 def _after_another_parameter(name: str) -> _Change:
@@ -71,7 +66,7 @@ def _with_argument(name: str, value: str) -> _Change:
 
 
 def _launch(kernel: str) -> m.BaseMatcherNode:
-    return _saved(m.Call(m.Subscript(m.Name(kernel))))
+    return saved(m.Call(m.Subscript(m.Name(kernel))))
 
 
 _SPLIT_GUARD = """\
@@ -97,7 +92,7 @@ FIXES: dict[str, dict[str, tuple[Edit, ...]]] = {
                 for edit in (
                     Edit(
                         kernel,
-                        _saved(m.Param(m.Name("num_words"))),
+                        saved(m.Param(m.Name("num_words"))),
                         _after_another_parameter("num_keys"),
                     ),
                     Edit(
@@ -107,7 +102,7 @@ FIXES: dict[str, dict[str, tuple[Edit, ...]]] = {
                     ),
                     Edit(
                         kernel,
-                        _assigned("valid", _saved(m.DoNotCare())),
+                        _assigned("valid", saved(m.DoNotCare())),
                         _narrowed("(indices < num_keys)"),
                     ),
                     Edit(
@@ -119,7 +114,7 @@ FIXES: dict[str, dict[str, tuple[Edit, ...]]] = {
             ),
             Edit(
                 "_build_topk_mask",
-                _assigned("num_words", _saved(m.DoNotCare())),
+                _assigned("num_words", saved(m.DoNotCare())),
                 _becomes("out.shape[-1]"),
             ),
         ),

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import libcst as cst
 import libcst.matchers as m
 
+from vllm_sparse_mla.edits import appended
 from vllm_sparse_mla.export_patch import tree
 from vllm_sparse_mla.export_patch.tidy import tidy
-from vllm_sparse_mla.export_patch.tree import lead, name_of, with_lead
+from vllm_sparse_mla.export_patch.tree import at_place_of, below_another, name_of
 from vllm_sparse_mla.export_patch.unalias import Unalias
 from vllm_sparse_mla.overlay import UPSTREAM_PREFIX
 
@@ -126,7 +127,7 @@ class _Splicer:
                 if above < 0:
                     leading.append(node)
                 else:
-                    body.insert(above + 1, self._below(node, body[above], prefix))
+                    body.insert(above + 1, below_another(node))
                     above += 1
                 continue
             start = body.index(old)
@@ -137,53 +138,34 @@ class _Splicer:
             elif wanted:
                 new = self._replaced(node, old, prefix)
             if leading:
-                new = self._above(leading, new[0], prefix) + new[1:]
+                new = self._above(leading, new[0]) + new[1:]
                 leading = []
             body[start : start + 1] = new
             above = start + len(new) - 1
         for node in leading:
             if not body:
                 raise ValueError(f"{prefix}: upstream's has no definition to follow")
-            body.append(self._below(node, body[-1], prefix))
+            body.append(below_another(node))
         return body
 
     def _replaced(
         self, node: cst.CSTNode, old: cst.CSTNode, prefix: str
     ) -> list[cst.CSTNode]:
         name = prefix + name_of(node)
-        new = with_lead(node, lead(old), lead(old).gap)
+        new = at_place_of(old, node)
         if name in self._unalias.wrapping:
             self.definitions.append(Definition(name, "wrapped"))
             renamed = old.with_changes(name=cst.Name(self._rules.wrapped[name]))
-            return self._above([node], renamed, prefix)
+            return self._above([node], renamed)
         if tree.code(new) != tree.code(old):
             self.definitions.append(Definition(name, "replaced"))
         return [new]
 
     @staticmethod
-    def _space(node: cst.CSTNode, prefix: str) -> int:
-        """Blank lines that a statement needs around itself."""
-        if not tree.is_definition(node):
-            return 0
-        return 1 if prefix else 2
-
-    def _below(self, node: cst.CSTNode, above: cst.CSTNode, prefix: str) -> cst.CSTNode:
-        spaces = self._space(node, prefix), self._space(above, prefix)
-        nothing = tree.Lead((), 0, ())
-        return with_lead(node, nothing, max(lead(node).gap, *spaces))
-
-    def _above(
-        self, new: Sequence[cst.CSTNode], old: cst.CSTNode, prefix: str
-    ) -> list[cst.CSTNode]:
+    def _above(new: Sequence[cst.CSTNode], old: cst.CSTNode) -> list[cst.CSTNode]:
         """New statements where an old one stood, and that one below them."""
         first, *others = new
-        place = lead(old)
-        gap = max(place.gap, self._space(first, prefix))
-        result = [with_lead(first, place, gap)]
-        for node in others:
-            result.append(self._below(node, result[-1], prefix))
-        space = max(place.gap, self._space(result[-1], prefix))
-        return [*result, with_lead(old, tree.Lead((), 0, ()), space)]
+        return [at_place_of(old, first), *map(below_another, [*others, old])]
 
     def without_removed(self, body: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
         """The body without what nothing needs any more."""
@@ -237,9 +219,8 @@ def _with_imports(new: cst.Module, overlay: cst.Module) -> cst.Module:
     if not added:
         return new
     first = next(i for i, node in enumerate(new.body) if m.matches(node, tree.IMPORT))
-    place = lead(new.body[first])
-    added[0] = with_lead(added[0], place, place.gap)
-    below = with_lead(new.body[first], tree.Lead((), 0, ()), 0)
+    added[0] = at_place_of(new.body[first], added[0])
+    below = new.body[first].with_changes(leading_lines=[])
     return new.with_changes(
         body=[*new.body[:first], *added, below, *new.body[first + 1 :]]
     )
@@ -254,10 +235,6 @@ def _with_member(
         if not (isinstance(old, cst.ImportFrom) and isinstance(added, cst.ImportFrom)):
             continue
         if tree.code(old.module) == origin:
-            *names, last = old.names
-            comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-            (more,) = added.names
-            more = more.with_changes(comma=last.comma)
-            names = [*names, last.with_changes(comma=comma), more]
+            names = appended(old.names, *added.names)
             return module.deep_replace(old, old.with_changes(names=names))
     return module

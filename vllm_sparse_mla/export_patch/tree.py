@@ -54,33 +54,29 @@ def is_unnamed(node: cst.CSTNode) -> bool:
     return name_of(node) is None and not m.matches(node, other)
 
 
-@dataclass(frozen=True)
-class Lead:
-    """The lines above a statement."""
-
-    detached: tuple[cst.EmptyLine, ...]  # what stands above the gap
-    gap: int  # blank lines above ``comments``
-    comments: tuple[cst.EmptyLine, ...]  # comments that adjoin the statement
-
-
-def lead(node: cst.CSTNode) -> Lead:
-    """Split what stands above a statement."""
-    lines = list(node.leading_lines)
-    comments: list[cst.EmptyLine] = []
-    while lines and lines[-1].comment is not None:
-        comments.insert(0, lines.pop())
-    gap = 0
-    while lines and lines[-1].comment is None:
-        lines.pop()
-        gap += 1
-    return Lead(tuple(lines), gap, tuple(comments))
+def _place_and_comments(
+    node: cst.CSTNode,
+) -> tuple[list[cst.EmptyLine], list[cst.EmptyLine]]:
+    """The lines above a statement: its place, and comments that adjoin it."""
+    place, comments = list(node.leading_lines), []
+    while place and place[-1].comment is not None:
+        comments.insert(0, place.pop())
+    return place, comments
 
 
-def with_lead(node: cst.CSTNode, above: Lead, gap: int) -> cst.CSTNode:
-    """The statement below what stands above another, with its own comments."""
-    blank = [cst.EmptyLine(indent=False)] * gap
-    lines = [*above.detached, *blank, *lead(node).comments]
-    return node.with_changes(leading_lines=lines)
+def at_place_of(old: cst.CSTNode, new: cst.CSTNode) -> cst.CSTNode:
+    """A statement below what stands above another, with its own comments."""
+    place, _ = _place_and_comments(old)
+    _, comments = _place_and_comments(new)
+    return new.with_changes(leading_lines=[*place, *comments])
+
+
+def below_another(node: cst.CSTNode) -> cst.CSTNode:
+    """A statement with its own comments and the blank lines above them."""
+    place, comments = _place_and_comments(node)
+    while any(line.comment for line in place):
+        place.pop(0)
+    return node.with_changes(leading_lines=[*place, *comments])
 
 
 @dataclass(frozen=True)
