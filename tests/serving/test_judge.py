@@ -3,6 +3,7 @@
 """What the launches' judge complains about, from answers and logs that were made up."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,22 @@ def _judge(**others: Answers) -> list[str]:
 def test_answers_that_agree():
     assert _judge() == []
     assert _judge(**{"opt-in": _answers(0.003)}) == []
+
+
+def test_the_mean_of_a_few_tokens_may_be_as_large_as_one_of_them():
+    def unscored(shift: float) -> Answers:
+        answers = _answers(repeat=0.02)
+        own = [_completion(prompt_logprobs=[], logprobs=[-0.5]) for _ in range(2)]
+        own[0].token_ids, own[1].token_ids = [3], [3]
+        own[1].logprobs = [-0.5 - shift]
+        return replace(answers, alone=[own, *answers.alone])
+
+    def judge(shift: float) -> list[str]:
+        stock, other = unscored(0.0), unscored(shift)
+        return judge_answers({"stock": stock, "opt-in": other})
+
+    assert judge(0.05) == []
+    assert "opt-in, prompt 0" in " ".join(judge(0.07))
 
 
 @pytest.mark.parametrize(
