@@ -65,7 +65,8 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("--variants", ends),
         ],
         "serving-day": [
-            *("benchmark_serving_day", "--seconds", "6", "--variants", ends),
+            *("benchmark_serving_day", "--rounds", "1", "--seconds", "8"),
+            *("--variants", ends),
         ],
         "serving-multi-turn": [
             *("benchmark_serving_multi_turn", "--variants", ends),

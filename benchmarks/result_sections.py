@@ -323,6 +323,30 @@ def day(rows: Rows) -> str:
     return _compared(rows, "rate", "{} requests/s sent")
 
 
+def launches(rows: Rows) -> str:
+    """What was seen of each launch, which complained of nothing."""
+
+    def line(row: dict) -> dict:
+        def largest(which: str) -> str:
+            return f"{row[which]['largest']:.2f}"
+
+        drafted = row["drafted, accepted"]
+        return {
+            "row": row["launch"],
+            "stock's spread, twice": largest("budget"),
+            "patched from stock": largest("patched"),
+            "opt-in from stock": largest("opt-in"),
+            "drafts accepted: stock, patched, opt-in": ", ".join(
+                f"{accepted} of {all_of_them}"
+                for all_of_them, accepted in drafted.values()
+                if all_of_them
+            ),
+            "date": row["date"],
+        }
+
+    return markdown([line(row) for row in rows if not row["complaints"]])
+
+
 def upstream_ways(rows: Rows) -> str:
     """Milliseconds by vLLM's own attention benchmark in its mode mha_vs_mqa."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from serving.compare import Difference, between, difference, spread
+from serving.compare import Difference, between, difference, spread, worst
 from serving.scenario import Answers, control_difference, noise_budget
 from serving.server import Server
 
@@ -139,5 +139,5 @@ def describe(
         report["budget"] = asdict(noise_budget(stock))
         for variant, found in answers.items():
             pairs = zip(stock, found.by_prompt(), strict=True)
-            report[variant]["differences"] = [asdict(between(*pair)) for pair in pairs]
+            report[variant] |= asdict(worst(between(*pair) for pair in pairs))
     return report

@@ -11,6 +11,7 @@ import functools
 import json
 
 import pytest
+from bench_common import origin
 from serving import judge, scenario
 from serving.client import metrics, open_session
 from serving.launches import LAUNCHES, MODEL, Launch
@@ -88,10 +89,12 @@ def test_launch(launch, servers, report_dir):
     if "--speculative-config" in launch.args:
         complaints += judge.judge_acceptance(drafts)
     if report_dir is not None:
-        report = judge.describe(servers, answers, calls)
+        report = {"launch": launch.name} | judge.describe(servers, answers, calls)
         report |= {"drafted, accepted": drafts, "complaints": complaints}
-        path = report_dir / f"launch-{launch.name}.json"
-        path.write_text(json.dumps(report, indent=1))
+        report |= origin() | {"command": "make test-launches"}
+        # One write: other workers append to the same file.
+        with (report_dir / "launches.jsonl").open("a") as file:
+            file.write(json.dumps(report) + "\n")
     assert complaints == []
 
 
