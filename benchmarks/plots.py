@@ -148,6 +148,7 @@ def _day(frame: pd.DataFrame) -> tuple[str, Figure]:
         col="measure", markers=True, dashes=False, height=2.6,
         facet_kws={"sharey": False},
     )  # fmt: skip
+    grid.set(ylim=(0, None))
     grid.set_axis_labels("requests a second", "milliseconds")
     grid.set_titles("{col_name}")
     return f"A mix of requests, {frame['model'].iloc[0]}", grid.figure
