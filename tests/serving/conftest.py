@@ -10,7 +10,8 @@ import contextlib
 import functools
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,52 +78,53 @@ def report_dir() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def start_server(
+def running(
     serve_folder, model_folder, report_dir
-) -> Iterator[Callable[..., Server]]:
-    """Starts a server by name, with the probe; all end with the session."""
-    started: dict[str, Server] = {}
+) -> Callable[..., AbstractContextManager[dict[str, Server]]]:
+    """Servers by variant, started side by side, each with the probe.
 
-    def start(name: str, variant: str, **kwargs) -> Server:
-        # What is compared is masked MHA with sparse MQA, at every length.
-        environment = probe_environment(serve_folder / name, all_lengths=True)
-        environment |= kwargs.pop("extra_env", {})
+    The function takes a prefix for the names of their folders, the variants, and fields
+    of ``Server``.
+    """
+
+    @contextlib.contextmanager
+    def run(prefix: str, variants: Sequence[str] = VARIANTS, **fields):
         fields = {
             "max_model_len": scenario.MAX_MODEL_LEN,
             "max_num_batched_tokens": scenario.TOKEN_BUDGET,
             "max_num_seqs": 16,
-        }
-        started[name] = Server(
-            model_folder(kwargs.pop("model", scenario.MODEL)),
-            variant,
-            serve_folder / name / "server.log",
-            extra_env=environment,
-            **fields | kwargs,
-        )
-        return started[name].start()
+        } | fields
+        model = model_folder(fields.pop("model", scenario.MODEL))
+        environment = fields.pop("extra_env", {})
+        started: dict[str, Server] = {}
+        try:
+            for variant in variants:
+                folder = serve_folder / f"{prefix}-{variant}"
+                # What is compared is masked MHA with sparse MQA, at every length.
+                probe = probe_environment(folder, all_lengths=True)
+                started[variant] = Server(
+                    *(model, variant, folder / "server.log"),
+                    extra_env=probe | environment,
+                    **fields,
+                ).start()
+            for server in started.values():
+                server.wait_ready()
+            yield started
+        finally:
+            for variant, server in started.items():
+                server.stop()
+                if report_dir is not None:
+                    log = report_dir / f"{prefix}-{variant}.log"
+                    log.write_text(server.log_text())
 
-    yield start
-    for server in started.values():
-        server.stop()
-    if report_dir is not None:
-        for name, server in started.items():
-            (report_dir / f"{name}.log").write_text(server.log_text())
+    return run
 
 
 @pytest.fixture(scope="session")
-def servers(request, sm90_gpus, start_server) -> Iterator[dict[str, Server]]:
-    """Stock, patched and opt-in on one GPU, started side by side.
+def servers(request, sm90_gpus, running) -> Iterator[dict[str, Server]]:
+    """Stock, patched and opt-in on one GPU.
 
     The parameter is the dtype of their KV caches.
     """
-    started = {
-        variant: start_server(
-            f"{variant}-{request.param}", variant, kv_cache_dtype=request.param
-        )
-        for variant in VARIANTS
-    }
-    for server in started.values():
-        server.wait_ready()
-    yield started
-    for server in started.values():
-        server.stop()
+    with running(f"serve-{request.param}", kv_cache_dtype=request.param) as started:
+        yield started

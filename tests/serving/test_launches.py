@@ -6,7 +6,6 @@ Three rows at a time fit one GPU: ``make test-launches``; ``ARGS="-k mtp"`` pick
 """
 
 import asyncio
-import contextlib
 import functools
 import json
 
@@ -36,33 +35,21 @@ def register():
 """
 
 
-@contextlib.contextmanager
-def running(launch: Launch, start_server, prefix: str, **env: str):
-    """The three variants of a launch, side by side."""
+def fields_of(launch: Launch, **env: str) -> dict:
+    """Fields of the servers of a launch."""
     fields = launch.server_arguments() | {"model": launch.model}
-    fields["extra_env"] = {**launch.env, **env}
-    started = {
-        variant: start_server(f"{prefix}-{variant}", variant, **fields)
-        for variant in VARIANTS
-    }
-    try:
-        for server in started.values():
-            server.wait_ready()
-        yield started
-    finally:
-        for server in started.values():
-            server.stop()
+    return fields | {"extra_env": {**launch.env, **env}}
 
 
 @pytest.fixture
-def servers(launch, sm90_gpus, start_server):
+def servers(launch, sm90_gpus, running):
     if launch.never:
         pytest.skip(launch.never)
     if launch.package:
         pytest.importorskip(launch.package)
     if sm90_gpus < launch.gpus:
         pytest.skip(f"needs {launch.gpus} SM90 GPUs of one host, found {sm90_gpus}")
-    with running(launch, start_server, launch.name) as started:
+    with running(launch.name, **fields_of(launch)) as started:
         yield started
 
 
@@ -80,13 +67,14 @@ def test_launch(launch, servers, report_dir):
     warm = {name: len(read_records(folder)) for name, folder in folders.items()}
     answers = scenario.ask(servers, launch.ask)
     calls = {name: read_records(folders[name])[warm[name] :] for name in servers}
-    drafts = {name: asyncio.run(_drafts(s)) for name, s in servers.items()}
+    drafts = {}
     complaints = [
         *judge.judge_answers(answers),
         *judge.judge_masked_mha(calls, launch.masked),
         *judge.judge_logs(servers, answers),
     ]
-    if "--speculative-config" in launch.args:
+    if "--speculative-config" in launch.args and not complaints:
+        drafts = {name: asyncio.run(_drafts(s)) for name, s in servers.items()}
         complaints += judge.judge_acceptance(drafts)
     if report_dir is not None:
         report = {"launch": launch.name} | judge.describe(servers, answers, calls)
@@ -98,7 +86,7 @@ def test_launch(launch, servers, report_dir):
     assert complaints == []
 
 
-def test_one_compile_cache(sm90_gpus, start_server, tmp_path):
+def test_one_compile_cache(sm90_gpus, running, tmp_path):
     """Three variants share a cache, twice: no wrong hits, and nothing compiled anew."""
     cache = {
         name: str(tmp_path / name)
@@ -108,7 +96,7 @@ def test_one_compile_cache(sm90_gpus, start_server, tmp_path):
     binaries = []
     for start in ("first", "second"):
         prefix = f"compile-cache-{start}"
-        with running(Launch(prefix), start_server, prefix, **cache) as started:
+        with running(prefix, **fields_of(Launch(prefix), **cache)) as started:
             assert judge.judge_answers(scenario.ask(started, ask)) == []
         found = {path for path in tmp_path.rglob("*") if path.suffix in BINARIES}
         binaries.append({str(path.relative_to(tmp_path)) for path in found})
@@ -116,14 +104,14 @@ def test_one_compile_cache(sm90_gpus, start_server, tmp_path):
     assert sorted(binaries[1] - binaries[0]) == []
 
 
-def test_a_plugin_after(sm90_gpus, start_server, tmp_path, monkeypatch):
+def test_a_plugin_after(sm90_gpus, running, tmp_path, monkeypatch):
     """Another plugin imports the layers, once this one has loaded."""
     write_plugins(tmp_path, other_plugin="other_plugin:register")
     (tmp_path / "other_plugin.py").write_text(OTHER_PLUGIN)
     # Behind the probe, which loads the patch set.
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     launch = Launch("plugin-after")
-    with running(launch, start_server, launch.name) as started:
+    with running(launch.name, **fields_of(launch)) as started:
         answers = scenario.ask(started)
         assert judge.judge_answers(answers) == []
         assert judge.judge_logs(started, answers) == []

@@ -13,26 +13,23 @@ from serving.scenario import PROMPT_LENGTHS
 
 pytestmark = pytest.mark.gpu
 
-# Server names: variant and tensor-parallel size.
-SERVERS = {
-    "stock-tp1": ("stock", 1),
-    "stock-tp2": ("stock", 2),
-    "opt-in-tp1": ("opt-in", 1),
-    "opt-in-tp2": ("opt-in", 2),
-}
+ENDS = ("stock", "opt-in")
 
 
 @pytest.fixture(scope="module")
-def tp_servers(sm90_gpus, start_server):
+def tp_servers(sm90_gpus, running):
+    """Servers by variant and tensor-parallel size."""
     if sm90_gpus < 2:
         pytest.skip(f"needs two SM90 GPUs of one host, found {sm90_gpus}")
-    started = {
-        name: start_server(name, variant, tensor_parallel_size=size)
-        for name, (variant, size) in SERVERS.items()
-    }
-    for server in started.values():
-        server.wait_ready()
-    return started
+    with (
+        running("tp1", ENDS) as one,
+        running("tp2", ENDS, tensor_parallel_size=2) as two,
+    ):
+        yield {
+            f"{variant}-{size}": started[variant]
+            for size, started in (("tp1", one), ("tp2", two))
+            for variant in ENDS
+        }
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +51,15 @@ def test_two_gpus_answer_as_one(answers, index):
     assert between(stock, two).within(budget), (between(stock, two), budget)
 
 
-def test_dispatch_sees_all_heads_of_the_model(answers, serve_folder):
+def test_dispatch_sees_all_heads_of_the_model(answers, tp_servers):
     """64 heads a rank: admitted only because the model has 128 in total."""
-    calls = read_records(serve_folder / "opt-in-tp2")
-    assert {c["num_heads"] for c in calls} == {64}
-    assert len({c["pid"] for c in calls}) == 2
-    assert {c["num_heads"] for c in read_records(serve_folder / "opt-in-tp1")} == {128}
+    one, two = (
+        read_records(tp_servers[name].log_path.parent)
+        for name in ("opt-in-tp1", "opt-in-tp2")
+    )
+    assert {c["num_heads"] for c in two} == {64}
+    assert len({c["pid"] for c in two}) == 2
+    assert {c["num_heads"] for c in one} == {128}
 
 
 def test_each_worker_says_that_it_is_active(tp_servers):
