@@ -56,8 +56,8 @@ def apply_edits(text: str, edits: Sequence[Edit], moves_lines: bool = False) -> 
     """
     tree = cst.parse_module(text)
     for edit in edits:
-        function = _find_function(tree, edit.function)
-        matches = m.extractall(function, edit.pattern)
+        nodes = _find_nodes(tree, edit.function)
+        matches = m.extractall(nodes[-1], edit.pattern)
         if len(matches) != 1:
             raise ValueError(
                 f"an edit of {edit.function} must match once, and matches "
@@ -67,7 +67,7 @@ def apply_edits(text: str, edits: Sequence[Edit], moves_lines: bool = False) -> 
         new = edit.change(old)
         if not moves_lines and _lines(tree, new) != _lines(tree, old):
             raise ValueError(f"an edit of {edit.function} moves lines")
-        tree = tree.deep_replace(function, function.deep_replace(old, new))
+        tree = _with_function(tree, nodes, nodes[-1].deep_replace(old, new))
     for statement in dict.fromkeys(name for edit in edits for name in edit.imports):
         tree = _with_import(tree, statement)
     return tree.code
@@ -90,19 +90,40 @@ def _lines(tree: cst.Module, node: cst.CSTNode) -> int:
     return tree.code_for_node(node).count("\n")
 
 
-def _find_function(tree: cst.Module, name: str) -> cst.CSTNode:
-    found = [tree]
+def _find_nodes(tree: cst.Module, name: str) -> list[cst.CSTNode]:
+    """The definition of that name, behind the classes that it is in."""
+    paths: list[list[cst.CSTNode]] = [[]]
     for part in name.split("."):
         named = m.Name(part)
         constant = m.Assign(targets=[m.AssignTarget(named)])
         definition = (
             m.FunctionDef(named) | m.ClassDef(named) | m.SimpleStatementLine([constant])
         )
-        bodies = [node if node is tree else node.body for node in found]
-        found = [n for body in bodies for n in body.body if m.matches(n, definition)]
-    if len(found) != 1:
-        raise ValueError(f"expected one {name}, found {len(found)}")
-    return found[0]
+        bodies = [(path, path[-1].body if path else tree) for path in paths]
+        paths = [
+            [*path, node]
+            for path, block in bodies
+            for node in block.body
+            if m.matches(node, definition)
+        ]
+    if len(paths) != 1:
+        raise ValueError(f"expected one {name}, found {len(paths)}")
+    return paths[0]
+
+
+def _with_function(
+    tree: cst.Module, nodes: Sequence[cst.CSTNode], new: cst.CSTNode
+) -> cst.Module:
+    """The file with another last one of the nodes; visits nothing beside them."""
+
+    def within(block: cst.CSTNode) -> cst.CSTNode:
+        body = [new if node is old else node for node in block.body]
+        return block.with_changes(body=body)
+
+    *classes, old = nodes
+    for cls in reversed(classes):
+        old, new = cls, cls.with_changes(body=within(cls.body))
+    return within(tree)
 
 
 def saved(pattern: m.BaseMatcherNode) -> m.BaseMatcherNode:
