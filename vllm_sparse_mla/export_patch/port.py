@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A test file as upstream would have it: its imports, its markers."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import libcst as cst
@@ -156,15 +157,16 @@ def _with_gpu_condition(module: cst.Module) -> cst.Module:
 def _without_unused_constants(after: cst.Module, before: cst.Module) -> cst.Module:
     """Drop constants that only dropped markers have used."""
 
-    def uses(module: cst.Module, name: str | None) -> int:
-        return len(m.findall(module, m.Name(name)))
+    def uses(module: cst.Module) -> Counter[str]:
+        return Counter(node.value for node in m.findall(module, m.Name()))
 
+    left, all_uses = uses(after), uses(before)
     constant = m.SimpleStatementLine([m.Assign([m.AssignTarget(m.Name())])])
     body = [
         node
         for node in after.body
         if not m.matches(node, constant)
-        or uses(after, name := tree.name_of(node)) > 1
-        or uses(before, name) == 1
+        or left[name := tree.name_of(node)] > 1
+        or all_uses[name] == 1
     ]
     return after.with_changes(body=body)

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a change of a file leaves to ruff: order of imports, unused ones, layout."""
 
+import functools
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -42,6 +43,11 @@ def layout(text: str, line_length: int, like: str) -> str:
 def _ruff(text: str, *arguments: str) -> str:
     if find_spec("ruff") is None:
         raise ValueError("the export needs ruff: pip install 'vllm-sparse-mla[export]'")
+    return _answer(text, arguments)
+
+
+@functools.cache
+def _answer(text: str, arguments: tuple[str, ...]) -> str:
     command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--quiet"]
     done = subprocess.run(
         [*command, "--config", _CONFIG, "--stdin-filename", "file.py", "-"],
