@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""`vllm-sparse-mla check` as a process: its report, its exit code, that it can fail."""
+"""`vllm-sparse-mla check`: its report and exit code as a process, that it can fail."""
 
 import json
 import os
@@ -8,57 +8,19 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+from vllm.model_executor.layers.attention import sparse_mla_attention, sparse_mla_mask
+from vllm_sparse_mla.check import environment
+from vllm_sparse_mla.cli import app
+from vllm_sparse_mla.testing.stock import load_stock_module
 
 ARGUMENTS = ("check", "--budget", "128", "--topk", "32", "--skip-codegen")
 PROMPTS = ("--prompts", "150,90,170")
 
-# Runs the command, with `break_it` called once vLLM is prepared.
-BROKEN = """
-from vllm_sparse_mla.check import environment
-from vllm_sparse_mla.cli import app
 
-prepare = environment.prepare_process
-
-def prepare_and_break(*arguments):
-    has_gpu = prepare(*arguments)
-    break_it()
-    return has_gpu
-
-def break_it():
-    {body}
-
-environment.prepare_process = prepare_and_break
-app()
-"""
-
-LOSE_A_KEY = """
-    from vllm.model_executor.layers.attention import sparse_mla_attention as layer
-    build = layer.build_packed_topk_mask
-    def lossy(*args, **kwargs):
-        mask = build(*args, **kwargs)
-        mask[:, :, 1] &= ~1
-        return mask
-    layer.build_packed_topk_mask = lossy
-"""
-
-# Stock vLLM's offset callback shifts one word right, its neighbour unread.
-LOSE_THE_NEXT_WORD = """
-    from vllm.model_executor.layers.attention import sparse_mla_mask
-    from vllm_sparse_mla.testing.stock import load_stock_module
-    stock = load_stock_module(sparse_mla_mask.__name__)
-    sparse_mla_mask.offset_dense_mask_mod = stock.offset_dense_mask_mod
-"""
-
-CALL_NOTHING = """
-    from vllm.model_executor.layers.attention import sparse_mla_attention as layer
-    def silent(self, q, *args, output=None, **kwargs):
-        args[-1].zero_()
-    layer.SparseMLACommonImpl.forward_mha = silent
-"""
-
-
-def _run(*arguments: str, code: str = "", **env: str) -> subprocess.CompletedProcess:
-    code = code or "from vllm_sparse_mla.cli import app; app()"
+def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    code = "from vllm_sparse_mla.cli import app; app()"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -110,18 +72,60 @@ def test_each_step_ran_on_both_mask_paths_with_unaligned_contexts(report):
     assert computed >= 150 + 90 + 170
 
 
+@pytest.fixture
+def run_here(monkeypatch):
+    """Returns a function that runs the command here, where a test can break things.
+
+    Instead of in a new process, too, the overlay is looked for here.
+    """
+    monkeypatch.setattr(
+        environment, "new_process_overlay_state", environment.overlay_state
+    )
+    # What the command would set for good.
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def lose_a_key(monkeypatch):
+    build = sparse_mla_attention.build_packed_topk_mask
+
+    def lossy(*args, **kwargs):
+        mask = build(*args, **kwargs)
+        mask[:, :, 1] &= ~1
+        return mask
+
+    monkeypatch.setattr(sparse_mla_attention, "build_packed_topk_mask", lossy)
+
+
+def lose_the_next_word(monkeypatch):
+    """Stock vLLM's offset callback shifts one word right, its neighbour unread."""
+    stock = load_stock_module(sparse_mla_mask.__name__)
+    name = "offset_dense_mask_mod"
+    monkeypatch.setattr(sparse_mla_mask, name, getattr(stock, name))
+
+
+def call_nothing(monkeypatch):
+    def silent(self, q, *args, output=None, **kwargs):
+        args[-1].zero_()
+
+    impl = sparse_mla_attention.SparseMLACommonImpl
+    monkeypatch.setattr(impl, "forward_mha", silent)
+
+
 @pytest.mark.parametrize(
-    "body",
-    [LOSE_A_KEY, LOSE_THE_NEXT_WORD, CALL_NOTHING],
-    ids=["lost-key", "lost-word", "no-attention"],
+    "break_it", [None, lose_a_key, lose_the_next_word, call_nothing]
 )
-def test_a_broken_layer_fails(body):
-    done = _run(*ARGUMENTS, *PROMPTS, "--json", code=BROKEN.format(body=body))
-    assert done.returncode == 1, done.stdout + done.stderr
-    report = _json(done)
-    assert not report["ok"]
+def test_a_broken_layer_fails(run_here, monkeypatch, break_it):
+    if break_it:
+        break_it(monkeypatch)
+    done = run_here(*ARGUMENTS, *PROMPTS, "--json")
+    assert done.exit_code == bool(break_it), done.output
+    report = json.loads(done.stdout)
+    assert report["ok"] is not bool(break_it)
     assert report["environment"]["ok"]
-    assert not all(step["ok"] for step in report["schedules"][0]["steps"])
+    right = [step["ok"] for step in report["schedules"][0]["steps"]]
+    assert all(right) is not bool(break_it)
 
 
 def test_without_the_overlay_it_fails_and_prints_plainly():
@@ -133,11 +137,13 @@ def test_without_the_overlay_it_fails_and_prints_plainly():
     assert "\x1b" not in done.stdout
 
 
-def test_an_unknown_kv_cache_dtype_gets_one_line(tmp_path):
+def test_an_unknown_kv_cache_dtype_gets_one_line(run_here, monkeypatch, tmp_path):
+    # That would change this process for good, and is not reached.
+    monkeypatch.setattr(environment, "prepare_process", lambda capability: False)
     (tmp_path / "config.json").write_text("{}")
     arguments = ("--model", str(tmp_path), "--gpu", "sm_100")
-    done = _run("check", *arguments, "--kv-cache-dtype", "bogus")
-    assert done.returncode == 2
+    done = run_here("check", *arguments, "--kv-cache-dtype", "bogus")
+    assert done.exit_code == 2
     assert "Error: Invalid value: --kv-cache-dtype must be one of auto, " in done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
 
