@@ -37,8 +37,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
 )
 from vllm.platforms import current_platform
 
-folder, store = sys.argv[1:]
+store, *folders = sys.argv[1:]
 current_platform.device_type = "cpu"
+torch.set_default_dtype(torch.bfloat16)
 
 def init(self, *, prefix, kv_b_proj, **kwargs):
     torch.nn.Module.__init__(self)
@@ -52,47 +53,56 @@ def init(self, *, prefix, kv_b_proj, **kwargs):
 
 MLAAttention.__init__ = init
 moe.select_unquantized_moe_backend = lambda **_: (UnquantizedMoeBackend.OOT, None)
-model_config = ModelConfig(
-    model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096
-)
-assert model_config.use_mla and model_config.hf_text_config.index_topk == 512
-speculative = None
-if model_config.hf_text_config.num_nextn_predict_layers:
-    speculative = SpeculativeConfig(
-        method="mtp",
-        num_speculative_tokens=3,
-        target_model_config=model_config,
-        target_parallel_config=ParallelConfig(),
-    )
-config = VllmConfig(
-    model_config=model_config,
-    speculative_config=speculative,
-    device_config=DeviceConfig(device="cpu"),
-)
-torch.set_default_dtype(torch.bfloat16)
-with set_current_vllm_config(config):
-    init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-    initialize_model_parallel(1, 1)
-    if model_config.architecture == "Glm5NextForCausalLM":
-        from vllm.models.glm5next import Glm5NextForCausalLM as Architecture
-    else:
-        from vllm.models.deepseek_v32.nvidia.model import (
-            DeepseekV32ForCausalLM as Architecture,
-        )
-    models = [Architecture(vllm_config=config)]
-    if speculative:
-        from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP
 
-        models.append(DeepseekV32MTP(vllm_config=config))
-weights = load_file(f"{folder}/model.safetensors")
-for model in models:
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    loaded = model.load_weights(weights.items())
-    names = {name for name, _ in model.named_parameters()}
-    assert loaded == names, names ^ loaded
-    assert not [n for n, p in model.named_parameters() if p.isnan().any()]
-print("loaded", *(len(list(model.parameters())) for model in models))
+def load(folder):
+    # Numbers of parameters of the model and of its draft.
+    model_config = ModelConfig(
+        model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096
+    )
+    assert model_config.use_mla and model_config.hf_text_config.index_topk == 512
+    speculative = None
+    if model_config.hf_text_config.num_nextn_predict_layers:
+        speculative = SpeculativeConfig(
+            method="mtp",
+            num_speculative_tokens=3,
+            target_model_config=model_config,
+            target_parallel_config=ParallelConfig(),
+        )
+    config = VllmConfig(
+        model_config=model_config,
+        speculative_config=speculative,
+        device_config=DeviceConfig(device="cpu"),
+    )
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        if model_config.architecture == "Glm5NextForCausalLM":
+            from vllm.models.glm5next import Glm5NextForCausalLM as Architecture
+        else:
+            from vllm.models.deepseek_v32.nvidia.model import (
+                DeepseekV32ForCausalLM as Architecture,
+            )
+        models = [Architecture(vllm_config=config)]
+        if speculative:
+            from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP
+
+            models.append(DeepseekV32MTP(vllm_config=config))
+    weights = load_file(f"{folder}/model.safetensors")
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+        loaded = model.load_weights(weights.items())
+        names = {name for name, _ in model.named_parameters()}
+        assert loaded == names, names ^ loaded
+        assert not [n for n, p in model.named_parameters() if p.isnan().any()]
+    return [len(list(model.parameters())) for model in models]
+
+for folder in folders:
+    try:
+        print("loaded", *load(folder))
+    except Exception as error:
+        print(repr(error))
 """
 # Of the model and of its draft. Beside names this counts layers without an indexer.
 PARAMETERS = {
@@ -122,19 +132,27 @@ def test_same_seed_gives_the_same_bytes(model_folder, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_vllm_loads_every_parameter(name, tmp_path):
-    folder = write_model(tmp_path / name, name)
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> dict[str, str]:
+    """What a process says that loads one model after another."""
+    folder = tmp_path_factory.mktemp("loaded")
+    models = [str(write_model(folder / name, name)) for name in PARAMETERS]
     run = subprocess.run(
-        [sys.executable, "-c", LOAD_SCRIPT, str(folder), str(tmp_path / "s")],
+        [sys.executable, "-c", LOAD_SCRIPT, str(folder / "store"), *models],
         capture_output=True,
         text=True,
         timeout=500,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.splitlines()[-1] == f"loaded {PARAMETERS[name]}"
+    lines = run.stdout.splitlines()[-len(models) :]
+    return dict(zip(PARAMETERS, lines, strict=True))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_vllm_loads_every_parameter(name, loaded):
+    assert loaded[name] == f"loaded {PARAMETERS[name]}"
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
