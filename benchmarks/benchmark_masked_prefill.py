@@ -119,11 +119,7 @@ def measure(
     backends: dict[str, type],
     context_splits: Sequence[int],
 ) -> list[dict]:
-    """Check, then time the ways of a step.
-
-    Raises:
-        CheckFailed: see `usable_ways`.
-    """
+    """Check, then time the ways of a step."""
     prefill, dims = Prefill(step, torch.device("cuda")), step.dims
     ways, differences = usable_ways(prefill, backends, context_splits)
     calls = 1 if step.queries * dims.num_heads >= LONG_STEP else 4

@@ -226,11 +226,7 @@ async def stream(
 async def burst(
     session: aiohttp.ClientSession, url: str, length: int, count: int, salt: str
 ) -> list[float]:
-    """Milliseconds to the first token of ``count`` requests sent at once.
-
-    Raises:
-        RuntimeError: One failed.
-    """
+    """Milliseconds to the first token of ``count`` requests sent at once."""
     answers = await asyncio.gather(
         *(
             stream(session, url, make_prompt(length, seed=i), 1, salt=f"{salt} {i}")

@@ -102,10 +102,6 @@ def compile_callbacks(
 
     Args:
         progress: called with each record, from other threads, as it comes.
-
-    Raises:
-        CodegenError: if a variant does not compile.
-        DisassemblerMissing: if Triton's disassembler is not installed.
     """
     return [
         judge_record(record)

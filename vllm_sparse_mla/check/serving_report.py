@@ -210,9 +210,6 @@ def report_serving(
         tensor_parallel_size: as `vllm serve` will get it.
         kv_cache_dtype: as `vllm serve` will get it.
         capability: the GPU's compute capability.
-
-    Raises:
-        ValueError: an argument that makes no sense.
     """
     gpu = "sm_{}{}".format(*capability)
     asked = (model, gpu, tensor_parallel_size, kv_cache_dtype)

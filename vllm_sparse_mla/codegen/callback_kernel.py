@@ -44,9 +44,6 @@ def callback_words(
     Returns:
         int32 [batch, rows, num_groups, 4]; bit ``j`` of word ``i`` of a group is the
         callback's answer for column ``first + 32 * i + j``.
-
-    Raises:
-        ValueError: if ``mask`` is not on a CUDA device.
     """
     if not mask.is_cuda:
         raise ValueError(f"mask must be on a CUDA device, got {mask.device}")
@@ -66,9 +63,6 @@ def compile_callback_kernel(mask_mod: Callable | None, with_key_starts: bool):
 
     Returns:
         A function of ``(mask, key_starts, words, column_step)``.
-
-    Raises:
-        ValueError: if the callback is not packed.
     """
     vec_size = getattr(mask_mod, "__vec_size__", 1)
     if mask_mod is not None and vec_size not in (32, 64, GROUP):

@@ -50,9 +50,6 @@ def declare_switches(before: str, names: Collection[str]) -> str:
     Args:
         before: Upstream's text.
         names: Some of ``VARIABLES``.
-
-    Raises:
-        ValueError: If the text has no table of variables.
     """
     lines = before.split("\n")
     declared: ast.stmt | None = None

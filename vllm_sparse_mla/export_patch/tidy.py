@@ -32,9 +32,6 @@ def layout(text: str, line_length: int, like: str) -> str:
         text: A Python file.
         line_length: Columns.
         like: The file before.
-
-    Raises:
-        ValueError: As ``tidy``.
     """
     command = ("format", "--line-length", str(line_length))
     return _ruff(text, *command) if _ruff(like, *command) == like else text

@@ -335,9 +335,6 @@ def write_model(folder: str | Path, name: str, *, seed: int = 0) -> Path:
         folder: Created if missing; files of the same name are replaced.
         name: A key of ``SPECS``.
         seed: Any non-negative integer.
-
-    Raises:
-        ValueError: ``name`` is unknown.
     """
     spec = get_spec(name)
     folder = Path(folder)
