@@ -30,18 +30,17 @@ import itertools
 import json
 import random
 import string
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from bench_common import plain_parser, save_results, with_progress
+from bench_common import plain_parser
 from result_sections import day
 from serving.client import open_session, running_requests, stream
-from serving.rounds import Counters, compared_rows
+from serving.rounds import Round, compared_rows, finish, percentiles, run_rounds
 from serving.server import MODEL_NAME, Server
-from serving.servers import add_server_options, running_servers, setting_of
+from serving.servers import add_server_options, parse_comparison, running_servers
 
 # In this model's vocabulary each of these is a token by itself.
 LETTERS = (string.ascii_uppercase + string.digits).replace("I", "")
@@ -84,11 +83,10 @@ def make_requests(count: int, seed: int) -> list[dict]:
     return requests
 
 
-@dataclass
-class Round:
+@dataclass(kw_only=True)
+class DayRound(Round):
     """What one server answered to one round at one rate."""
 
-    seconds: float = 0.0  # from the first request to the last answer
     # Seconds to the first token, of each answered request.
     ttft: list[float] = field(default_factory=list)
     # Seconds between two tokens, of all requests.
@@ -97,32 +95,20 @@ class Round:
     failed: list[str] = field(default_factory=list)  # what requests that failed came to
     given_up: int = 0  # requests that their client gave up
     left: int = 0  # requests that the server had not ended at last
-    masked: int = 0  # calls of FA4 with a mask, over all layers
-    compiled: int = 0  # kernels, meanwhile
-    tensors_mib: float = 0.0  # GPU memory that tensors occupy, as last seen
 
     def measures(self) -> dict[str, float]:
-        """Numbers for people, by name."""
-        found = {
+        counts = (self.given_up, self.left, self.masked, self.compiled)
+        return {
             "requests/s": len(self.ttft) / self.seconds,
             "output tokens/s": self.tokens / self.seconds,
+            **percentiles("TTFT", self.ttft),
+            **percentiles("inter-token", self.gaps),
+            "tensors MiB": self.tensors_mib,
+            **dict(zip(COUNTS, (len(self.failed), *counts))),
         }
-        for name, seconds in (("TTFT", self.ttft), ("inter-token", self.gaps)):
-            for percent in (50, 99):
-                value = np.percentile(seconds, percent) if seconds else np.nan
-                found[f"{name} p{percent} ms"] = float(value) * 1e3
-        found["tensors MiB"] = self.tensors_mib
-        counts = (self.given_up, self.left, self.masked, self.compiled)
-        return found | dict(zip(COUNTS, (len(self.failed), *counts)))
 
-
-def merged(rounds: Sequence[Round]) -> Round:
-    """All rounds as one."""
-    whole = Round(tensors_mib=max(r.tensors_mib for r in rounds))
-    for found in rounds:
-        for name in vars(whole).keys() - {"tensors_mib"}:
-            setattr(whole, name, getattr(whole, name) + getattr(found, name))
-    return whole
+    def errors(self) -> list[str]:
+        return self.failed
 
 
 async def _bench_serve(server: Server, requests: list[dict], rate: float, seed: int):
@@ -178,7 +164,7 @@ async def _left(session, url: str) -> int:
 
 async def run_round(
     session, server: Server, rate: float, seconds: float, seed: int
-) -> Round:
+) -> DayRound:
     """Send the requests of one round to one server.
 
     Args:
@@ -196,7 +182,7 @@ async def run_round(
         _give_up(session, server.url, given_up, seconds),
     )
     ok = [not error for error in answers["errors"]]
-    return Round(
+    return DayRound(
         seconds=answers["duration"],
         ttft=list(itertools.compress(answers["ttfts"], ok)),
         gaps=sum(itertools.compress(answers["itls"], ok), []),
@@ -213,28 +199,22 @@ async def measure(
     rates: Sequence[float],
     rounds: int,
     seconds: float,
-) -> dict[tuple[float, str], list[Round]]:
+) -> dict[tuple[float, str], list[DayRound]]:
     """Rounds by rate and variant."""
-    found = {(rate, variant): [] for rate in rates for variant in servers}
     # The warm-up is at the highest rate alone.
     schedule = [(0, max(rates)), *itertools.product(range(1, rounds + 1), rates)]
     async with open_session() as session:
-        for seed, (number, rate) in enumerate(with_progress(schedule, "rounds")):
-            # Every other round backwards: no variant always follows the same one.
-            for variant in list(servers)[:: 1 if number % 2 else -1]:
-                server, folder = servers[variant], folders[variant]
-                counters = Counters(server, folder)
-                length = seconds if number else WARM_UP * seconds
-                answers = await run_round(session, server, rate, length, seed)
-                counters.note(answers)
-                if number:
-                    found[rate, variant].append(answers)
-    return found
+
+        async def run(variant: str, number: int, rate: float, seed: int) -> DayRound:
+            length = seconds if number else WARM_UP * seconds
+            return await run_round(session, servers[variant], rate, length, seed)
+
+        return await run_rounds(servers, folders, schedule, run)
 
 
-def make_rows(found: dict[tuple[float, str], list[Round]]) -> list[dict]:
+def make_rows(found: dict[tuple[float, str], list[DayRound]]) -> list[dict]:
     """A row for each rate, measure and variant; stock is among these."""
-    return compared_rows(found, "rate", merged, COUNTS)
+    return compared_rows(found, "rate", COUNTS)
 
 
 def main() -> None:
@@ -252,25 +232,16 @@ def main() -> None:
     )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
-    args = parser.parse_args()
+    args = parse_comparison(parser)
     if min(*args.rates, args.rounds, args.seconds) <= 0:
         parser.error("--rates, --rounds and --seconds must be above 0")
-    if args.variants[0] != "stock":
-        parser.error("--variants must begin with stock, which others are compared with")
     with running_servers(
         args, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB, tokenizer=True
     ) as (servers, folders):
         found = asyncio.run(
             measure(servers, folders, args.rates, args.rounds, args.seconds)
         )
-    rows = [setting_of(args) | row for row in make_rows(found)]
-    save_results(args, rows)
-    print(day(rows))
-    for (rate, variant), rounds in found.items():
-        for error in merged(rounds).failed[:3]:
-            print(f"{rate:g} requests/s, {variant}: {error}")
-    bad = [row for row in rows if row["measure"] in ("failed", "left") and row["value"]]
-    sys.exit(bool(bad))
+    finish(args, found, make_rows(found), day, bad=("failed", "left"))
 
 
 if __name__ == "__main__":

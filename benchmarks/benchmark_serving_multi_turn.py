@@ -31,19 +31,17 @@ beside vLLM. Ends with 1 if a request failed or was cold.
 import asyncio
 import itertools
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-from bench_common import plain_parser, save_csv, with_progress
+from bench_common import plain_parser, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
-from serving.rounds import Counters, compared_rows
+from serving.rounds import Round, compared_rows, finish, percentiles, run_rounds
 from serving.server import Server, compile_arguments
-from serving.servers import add_server_options, running_servers, setting_of
+from serving.servers import add_server_options, parse_comparison, running_servers
 
 CONVERSATIONS = 30
 AT_A_TIME = CONVERSATIONS + 1
@@ -84,63 +82,32 @@ class Conversation:
         return self.history + make_prompt(new_tokens, seed=seed)
 
 
-@dataclass
-class Round:
+@dataclass(kw_only=True)
+class TurnsRound(Round):
     """What one server answered to one round."""
 
-    # Answers to the new prompts.
+    # Answers to the new prompts, and to the conversations' turns.
     prompts: list[Completion] = field(default_factory=list)
-    # Answers to the conversations' turns.
     turns: list[Completion] = field(default_factory=list)
     cold: int = 0  # turns whose history was not cached
-    seconds: float = 0.0  # from the first request to the last answer
-    masked: int = 0  # calls of FA4 with a mask, over all layers
-    compiled: int = 0  # kernels, meanwhile
-    tensors_mib: float = 0.0  # GPU memory that tensors occupy, as last seen
 
     def measures(self) -> dict[str, float]:
-        """Numbers for people, by name."""
         found = {}
         for kind, answers in (("prompt", self.prompts), ("turn", self.turns)):
-            ttft = [answer.ttft * 1e3 for answer in answers if answer.ok]
-            for percent in (50, 99):
-                value = np.percentile(ttft, percent) if ttft else math.nan
-                found[f"{kind}: TTFT p{percent} ms"] = float(value)
+            ttft = [answer.ttft for answer in answers if answer.ok]
+            found |= percentiles(f"{kind}: TTFT", ttft)
         failed = len(self.errors())
         answered = len(self.prompts) + len(self.turns) - failed
-        counts = (
-            failed,
-            self.cold,
-            self.masked,
-            self.compiled,
-            self.tensors_mib,
-        )
-        return (
-            found
-            | {"requests/s": answered / self.seconds or math.nan}
-            | dict(zip(COUNTS, counts))
-        )
+        found["requests/s"] = answered / self.seconds or math.nan
+        counts = (failed, self.cold, self.masked, self.compiled, self.tensors_mib)
+        return found | dict(zip(COUNTS, counts))
 
     def errors(self) -> list[str]:
-        """What the requests that failed came to."""
         return [a.error for a in self.prompts + self.turns if not a.ok]
 
 
-def merged(rounds: Sequence[Round]) -> Round:
-    """All rounds as one."""
-    return Round(
-        sum((r.prompts for r in rounds), []),
-        sum((r.turns for r in rounds), []),
-        sum(r.cold for r in rounds),
-        sum(r.seconds for r in rounds),
-        sum(r.masked for r in rounds),
-        sum(r.compiled for r in rounds),
-        max(r.tensors_mib for r in rounds),
-    )
-
-
 async def _take_turn(
-    session, url: str, conversation: Conversation, new_tokens: int, found: Round
+    session, url: str, conversation: Conversation, new_tokens: int, found: TurnsRound
 ) -> None:
     async with conversation.lock:
         prompt = conversation.ask(new_tokens)
@@ -159,7 +126,7 @@ async def run_round(
     new_tokens: int,
     num_prompts: int,
     seed: int,
-) -> Round:
+) -> TurnsRound:
     """Send the requests of one round to one server.
 
     Args:
@@ -170,7 +137,7 @@ async def run_round(
         num_prompts: new prompts; each comes after ``TURNS_A_PROMPT`` turns.
         seed: of the new prompts; no two rounds may share one.
     """
-    found = Round()
+    found = TurnsRound()
     turns = itertools.cycle(conversations)
 
     async def new_prompt(number: int) -> None:
@@ -209,40 +176,27 @@ async def measure(
     turn_tokens: Sequence[int],
     rounds: int,
     num_prompts: int,
-) -> dict[tuple[int, str], list[Round]]:
+) -> dict[tuple[int, str], list[TurnsRound]]:
     """Rounds by turn length and variant."""
     users = {
         variant: [Conversation(i) for i in range(CONVERSATIONS)] for variant in servers
     }
-    seeds = itertools.count(1)
-    found = {(tokens, variant): [] for tokens in turn_tokens for variant in servers}
     async with open_session() as session:
+
+        async def run(variant: str, number: int, tokens: int, seed: int) -> TurnsRound:
+            count = num_prompts if number else math.ceil(num_prompts / 4)
+            url = servers[variant].url
+            return await run_round(session, url, users[variant], tokens, count, seed)
+
         for variant, server in with_progress(servers.items(), "filling caches"):
             await _fill_cache(session, server.url, users[variant])
-        # Round 0 warms up.
         schedule = itertools.product(range(rounds + 1), turn_tokens)
-        for number, tokens in with_progress(schedule, "rounds"):
-            seed = next(seeds)
-            # Every other round backwards: no variant always follows the same one.
-            for variant in list(servers)[:: 1 if number % 2 else -1]:
-                counters = Counters(servers[variant], folders[variant])
-                answers = await run_round(
-                    session,
-                    servers[variant].url,
-                    users[variant],
-                    tokens,
-                    num_prompts if number else math.ceil(num_prompts / 4),
-                    seed,
-                )
-                counters.note(answers)
-                if number:
-                    found[tokens, variant].append(answers)
-    return found
+        return await run_rounds(servers, folders, schedule, run)
 
 
-def make_rows(found: dict[tuple[int, str], list[Round]]) -> list[dict]:
+def make_rows(found: dict[tuple[int, str], list[TurnsRound]]) -> list[dict]:
     """A row for each turn length, measure and variant; stock is among these."""
-    return compared_rows(found, "turn tokens", merged, COUNTS)
+    return compared_rows(found, "turn tokens", COUNTS)
 
 
 def main() -> None:
@@ -260,14 +214,13 @@ def main() -> None:
         "--api-servers", type=int, default=1, metavar="N", help="of each server"
     )
     parser.add_argument("--csv", type=Path)
-    args = parser.parse_args()
+    parser.set_defaults(plot=None)
+    args = parse_comparison(parser)
     most = MAX_MODEL_LEN - BASE_TOKENS - GROWTH_TOKENS - ANSWER_TOKENS
     if not 1 <= min(args.turn_tokens) <= max(args.turn_tokens) <= most:
         parser.error(f"--turn-tokens must be from 1 to {most}, got {args.turn_tokens}")
     if min(args.rounds, args.prompts, args.api_servers) < 1:
         parser.error("--rounds, --prompts and --api-servers must be at least 1")
-    if args.variants[0] != "stock":
-        parser.error("--variants must begin with stock, which others are compared with")
     with running_servers(
         args,
         max_model_len=MAX_MODEL_LEN,
@@ -277,16 +230,7 @@ def main() -> None:
         found = asyncio.run(
             measure(servers, folders, args.turn_tokens, args.rounds, args.prompts)
         )
-    rows = make_rows(found)
-    rows = [setting_of(args) | row for row in rows]
-    if args.csv is not None:
-        save_csv(args.csv, rows)
-    print(multi_turn(rows))
-    bad = [row for row in rows if row["measure"] in ("failed", "cold") and row["value"]]
-    for (tokens, variant), rounds in found.items():
-        for error in merged(rounds).errors()[:3]:
-            print(f"turns of {tokens}, {variant}: {error}")
-    sys.exit(bool(bad))
+    finish(args, found, make_rows(found), multi_turn, bad=("failed", "cold"))
 
 
 if __name__ == "__main__":

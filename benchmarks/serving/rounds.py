@@ -1,56 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Rows that compare what servers answered to several rounds with stock's answers."""
+"""Servers that answer the same in several rounds, compared with stock's answers."""
 
+import argparse
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, TypeVar
+
+import numpy as np
+from bench_common import save_results, with_progress
 
 from serving.probe import read_gpu_memory, read_records
 from serving.server import Server
+from serving.servers import setting_of
 
 
-class Measured(Protocol):
+@dataclass(kw_only=True)
+class Round:
     """What one server answered to one round, or to several as one."""
 
+    seconds: float = 0.0  # from the first request to the last answer
+    masked: int = 0  # calls of FA4 with a mask, over all layers
+    compiled: int = 0  # kernels, meanwhile
+    tensors_mib: float = 0.0  # GPU memory that tensors occupy, as last seen
+
     def measures(self) -> dict[str, float]:
-        """Numbers by name."""
+        """Numbers for people, by name."""
+        raise NotImplementedError
+
+    def errors(self) -> list[str]:
+        """What the requests that failed came to."""
+        raise NotImplementedError
 
 
-class Counters:
-    """What a server did since this was made.
+AnyRound = TypeVar("AnyRound", bound=Round)
+Found = dict[tuple[float, str], list[AnyRound]]  # rounds by place and variant
+
+
+def merged(rounds: Sequence[AnyRound]) -> AnyRound:
+    """All rounds as one."""
+    whole = type(rounds[0])(tensors_mib=max(r.tensors_mib for r in rounds))
+    for found in rounds:
+        for name in vars(whole).keys() - {"tensors_mib"}:
+            setattr(whole, name, getattr(whole, name) + getattr(found, name))
+    return whole
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """The 50th and the 99th, in milliseconds."""
+    return {
+        f"{name} p{percent} ms": 1e3 * float(np.percentile(seconds, percent))
+        if seconds
+        else math.nan
+        for percent in (50, 99)
+    }
+
+
+async def run_rounds(
+    servers: Mapping[str, Server],
+    folders: Mapping[str, Path],
+    schedule: Iterable[tuple[int, float]],
+    run: Callable[[str, int, float, int], Awaitable[AnyRound]],
+) -> Found:
+    """Load one server after the other in each round.
 
     Args:
-        server: whose log tells what was compiled.
-        folder: of its probe's records.
+        servers: by variant.
+        folders: of their probes' records.
+        schedule: number and place of each round; number 0 warms up.
+        run: given variant, number and place of a round, and a seed of its own.
     """
+    found: Found = {}
+    for seed, (number, place) in enumerate(with_progress(schedule, "rounds"), 1):
+        # Every other round backwards: no variant always follows the same one.
+        for variant in list(servers)[:: 1 if number % 2 else -1]:
+            server, folder = servers[variant], folders[variant]
+            masked, compiled = len(read_records(folder)), len(server.jit_kernels())
+            answers = await run(variant, number, place, seed)
+            answers.masked = len(read_records(folder)) - masked
+            answers.compiled = len(server.jit_kernels()) - compiled
+            seen = read_gpu_memory(folder)
+            answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
+            if number:
+                found.setdefault((place, variant), []).append(answers)
+    return found
 
-    def __init__(self, server: Server, folder: Path) -> None:
-        self._server, self._folder = server, folder
-        self._masked = len(read_records(folder))
-        self._compiled = len(server.jit_kernels())
 
-    def note(self, answers) -> None:
-        """Set ``masked``, ``compiled`` and ``tensors_mib`` of a round."""
-        answers.masked = len(read_records(self._folder)) - self._masked
-        answers.compiled = len(self._server.jit_kernels()) - self._compiled
-        seen = read_gpu_memory(self._folder)
-        answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
-
-
-def compared_rows(
-    found: Mapping[tuple[object, str], Sequence[Measured]],
-    place: str,
-    merged: Callable[[Sequence[Measured]], Measured],
-    counts: Collection[str],
-) -> list[dict]:
+def compared_rows(found: Found, place: str, counts: Collection[str]) -> list[dict]:
     """A row for each place, measure and variant; stock is among these.
 
     Args:
-        found: rounds by place and variant.
+        found: the rounds.
         place: name of what tells the places apart.
-        merged: makes several rounds one.
         counts: measures that are not compared with stock's.
     """
     rows = []
@@ -72,3 +116,20 @@ def compared_rows(
                 row |= {"least": min(by_round), "greatest": max(by_round)}
             rows.append(row)
     return rows
+
+
+def finish(
+    args: argparse.Namespace,
+    found: Found,
+    rows: Sequence[dict],
+    show: Callable[[Sequence[dict]], str],
+    bad: Collection[str],
+) -> NoReturn:
+    """Save and print the rows and some errors; ends with 1 if there is any ``bad``."""
+    rows = [setting_of(args) | row for row in rows]
+    save_results(args, rows)
+    print(show(rows))
+    for (place, variant), rounds in found.items():
+        for error in merged(rounds).errors()[:3]:
+            print(f"{place:g}, {variant}: {error}")
+    sys.exit(any(row["measure"] in bad and row["value"] for row in rows))

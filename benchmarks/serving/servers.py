@@ -37,6 +37,14 @@ def add_server_options(
     parser.add_argument("--kv-cache-dtype", default="auto", help="as `vllm serve`'s")
 
 
+def parse_comparison(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments of a program that compares servers with stock's."""
+    args = parser.parse_args()
+    if args.variants[0] != "stock":
+        parser.error("--variants must begin with stock, which others are compared with")
+    return args
+
+
 def setting_of(args: argparse.Namespace) -> dict:
     """What the rows of servers begin with."""
     return {"model": args.model, "ranks": args.ranks, "kv cache": args.kv_cache_dtype}

@@ -164,7 +164,7 @@ def test_a_letter_is_a_token(tmp_path):
 
 
 def test_rows_are_drawn(tmp_path):
-    rounds = [day.Round(2.0, [0.1, 0.2], [0.01], 5)]
+    rounds = [day.DayRound(seconds=2.0, ttft=[0.1, 0.2], gaps=[0.01], tokens=5)]
     found = {(rate, v): rounds for rate in (4, 8) for v in ("stock", "opt-in")}
     script = "python3 benchmarks/benchmark_serving_day.py"
     rows = [
