@@ -66,11 +66,7 @@ def argument_parser(
 ) -> argparse.ArgumentParser:
     """Parser with the options of a benchmark that takes samples of shapes.
 
-    Args:
-        doc: module docstring.
-        parse_shape: turns one word of ``--shapes`` into a shape, or raises ValueError.
-        shapes: default words of ``--shapes``.
-        repeat: default of ``--repeat``.
+    ``parse_shape`` turns a word of ``--shapes`` into a shape, or raises ValueError.
     """
     parser = plain_parser(doc)
     parser.add_argument(
@@ -106,8 +102,7 @@ def on_sm90() -> bool:
 def activate_overlay(hopper: bool = False) -> None:
     """Put the patch set in force, as vLLM's plugin loader does, or fail.
 
-    Args:
-        hopper: with the opt-in for SM90, if this is one.
+    ``hopper`` is with the opt-in for SM90, if this is one.
     """
     os.environ["VLLM_SPARSE_MLA_STRICT"] = "1"
     if hopper and on_sm90():
@@ -149,10 +144,8 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time variants in turn, `repeat` samples each.
 
-    Args:
-        variants: by name, a function that launches on buffer number `i`.
-        buffers: how many there are; a sample launches once on each.
-        repeat: samples of each variant.
+    A variant is a function that launches on buffer number `i`; a sample launches once
+    on each buffer.
     """
     host_us = {}
     for name, launch in variants.items():
@@ -204,11 +197,7 @@ def measure_all(
 ) -> tuple[list[dict], int]:
     """Measure case after case; a case that fails its check is named and left out.
 
-    Args:
-        cases: what `measure` takes; they are shown in messages.
-        measure: rows of one case; raises `CheckFailed`.
-        csv_file: grows with each case.
-        time_limit: seconds after which no further case is begun.
+    The file grows with each case. After so many seconds no further case is begun.
 
     Returns:
         The rows, and how many cases failed their check.
@@ -253,11 +242,7 @@ def timing_rows(
 ) -> list[dict]:
     """A row for each variant, among them ``stock`` and the ``floor``.
 
-    Args:
-        timings: by variant.
-        num_bytes: what a launch has to move.
-        buffers: how many a sample went through.
-        case: what the rows begin with.
+    ``num_bytes`` is what a launch has to move, ``case`` what the rows begin with.
     """
     rows = []
     for name, timing in timings.items():

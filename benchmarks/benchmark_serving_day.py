@@ -68,9 +68,7 @@ def _length(bounds: tuple[int, int], generator: random.Random) -> int:
 def make_requests(count: int, seed: int) -> list[dict]:
     """Requests as vLLM's custom dataset has them: a text and how many tokens to make.
 
-    Args:
-        count: how many.
-        seed: of all but the system prompts; no two rounds may share one.
+    The seed is of all but the system prompts; no two rounds may share one.
     """
     system = [_text(SYSTEM_TOKENS, random.Random(i)) for i in range(SYSTEM_PROMPTS)]
     generator = random.Random(f"requests {seed}")
@@ -165,15 +163,7 @@ async def _left(session, url: str) -> int:
 async def run_round(
     session, server: Server, rate: float, seconds: float, seed: int
 ) -> DayRound:
-    """Send the requests of one round to one server.
-
-    Args:
-        session: from ``open_session``.
-        server: gets them.
-        rate: requests a second.
-        seconds: for how long.
-        seed: no two rounds may share one.
-    """
+    """Send one server the requests of a round; no two rounds may share a seed."""
     count = max(1, round(rate * seconds))
     requests = make_requests(count, 2 * seed)
     given_up = make_requests(round(GIVEN_UP * count), 2 * seed + 1)

@@ -127,15 +127,10 @@ async def run_round(
     num_prompts: int,
     seed: int,
 ) -> TurnsRound:
-    """Send the requests of one round to one server.
+    """Send one server the requests of a round; no two rounds may share a seed.
 
-    Args:
-        session: from ``open_session``.
-        url: the server's address.
-        conversations: take turns, in this order.
-        new_tokens: of a turn.
-        num_prompts: new prompts; each comes after ``TURNS_A_PROMPT`` turns.
-        seed: of the new prompts; no two rounds may share one.
+    Each of the new prompts comes after ``TURNS_A_PROMPT`` turns, in the order of the
+    conversations.
     """
     found = TurnsRound()
     turns = itertools.cycle(conversations)

@@ -17,10 +17,6 @@ def compiled_masks(cases: Sequence[Case], arch: str) -> list[dict]:
 
     ``loop`` are the SASS instructions of the softmax loop, which runs for each block
     of keys; the mask's loads from global memory are count x bits.
-
-    Args:
-        cases: several may be served by one kernel.
-        arch: such as ``sm_100a``.
     """
     kernels = {case.kernel: case for case in cases}
     wanted = {}

@@ -98,10 +98,7 @@ def read_measured(rows: Iterable[dict]) -> list[Measured]:
 def least_squares(terms: np.ndarray) -> np.ndarray:
     """Coefficients with which every row of terms comes nearest to 1; none negative.
 
-    What would be negative is left out, the worst first.
-
-    Args:
-        terms: `[rows, terms]`, none negative.
+    What would be negative is left out, the worst first. Terms are not negative.
     """
     sizes = terms.max(axis=0)
     used = np.flatnonzero(sizes)
@@ -117,12 +114,7 @@ def least_squares(terms: np.ndarray) -> np.ndarray:
 
 
 def fit(gpu: str, steps: Sequence[Measured]) -> dict:
-    """Coefficients as `make_estimate` takes them.
-
-    Args:
-        gpu: name of the one that the steps were measured on.
-        steps: those to fit to.
-    """
+    """Coefficients as `make_estimate` takes them, of steps measured on one GPU."""
     groups: dict[tuple[str, str, str], list[Measured]] = {}
     for step in steps:
         for way in step.median_us:

@@ -166,13 +166,7 @@ class Inputs:
     """
 
     def __init__(self, case: Case, num_buffers, device) -> None:
-        """Makes the tensors.
-
-        Args:
-            case: what to make them for.
-            num_buffers: function that says how many buffers for how many bytes.
-            device: where.
-        """
+        """Makes as many of each as `num_buffers` says for so many bytes."""
         self.case = case
         qk_dim, v_dim = case.dims
         self.cu_q = cumulative(case.q_lens, device)
@@ -228,12 +222,7 @@ class Inputs:
 def scattered_words(rows: torch.Tensor, num_words: int) -> torch.Tensor:
     """The packed mask of top-k rows, from booleans that the indices are scattered into.
 
-    Args:
-        rows: int `[rows, topk]`; indices below 0 name no key.
-        num_words: words of a row of the mask.
-
-    Returns:
-        int32 `[rows, num_words]`.
+    Indices below 0 name no key. Int32 `[rows, num_words]`.
     """
     none = 32 * num_words
     grid = torch.zeros(len(rows), none + 1, dtype=torch.bool, device=rows.device)

@@ -137,12 +137,7 @@ def _topk(batch: Batch, topk: int, device) -> torch.Tensor:
 
 
 def selected_pairs(requests: Iterable[tuple[int, int]], topk: int) -> int:
-    """Pairs of query and selected key.
-
-    Args:
-        requests: new and cached tokens of each.
-        topk: keys that a query selects where it sees as many.
-    """
+    """Pairs of query and selected key, of requests with new and cached tokens."""
     total = 0
     for queries, context in requests:
         short = max(0, min(queries, topk - context))  # queries that see fewer

@@ -28,13 +28,7 @@ def pivot(
 ) -> list[dict[str, str]]:
     """One row for each combination of `index`, one column for each value of `column`.
 
-    Both are in the order of the rows.
-
-    Args:
-        rows: what was measured, one row for each cell.
-        index: names that identify a row of the table.
-        column: name whose values head the further columns.
-        cell: text to show for a row.
+    Both are in the order of the rows. A cell shows what `cell` makes of its row.
     """
     frame = pd.DataFrame([row | {"cell": cell(row)} for row in rows])
     table = frame.pivot(index=list(index), columns=column, values="cell")

@@ -29,12 +29,7 @@ def _early_handler() -> logging.Handler:
 
 
 def log(level: int, message: str) -> None:
-    """Logs through vLLM's logger or, if that has no handler yet, in its stead.
-
-    Args:
-        level: one of logging's levels.
-        message: text, not a format.
-    """
+    """Logs through vLLM's logger or, if that has no handler yet, in its stead."""
     if _logger.hasHandlers() or not vllm.envs.VLLM_CONFIGURE_LOGGING:
         _logger.log(level, "%s", message)
     elif level >= logging.getLevelNamesMapping()[vllm.envs.VLLM_LOGGING_LEVEL]:

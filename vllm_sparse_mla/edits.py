@@ -43,12 +43,7 @@ class Edit:
 
 
 def apply_edits(text: str, edits: Sequence[Edit], moves_lines: bool = False) -> str:
-    """Apply edits to a file; every line keeps its number.
-
-    Args:
-        text: the file.
-        edits: what to change.
-        moves_lines: whether edits may add and remove lines.
+    """Apply edits to a file; every line keeps its number, unless they may move lines.
 
     Raises:
         ValueError: if the file has not exactly one such function or expression, or an

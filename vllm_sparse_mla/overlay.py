@@ -86,12 +86,9 @@ def defined_names(source: str) -> set[str]:
 
 
 def _join(module: ModuleType, upstream: ModuleType, defined: set[str]) -> None:
-    """Lets each module see the other's names (steps 3 and 4 above).
+    """Lets each of two executed modules see the other's names (steps 3 and 4 above).
 
-    Args:
-        module: the overlaid module, already executed.
-        upstream: the upstream module, already executed.
-        defined: names that either file defines.
+    ``defined`` are the names that either file defines.
     """
     ours, theirs = vars(module), vars(upstream)
     for name in defined & ours.keys() & theirs.keys():

@@ -42,8 +42,7 @@ def register() -> None:
 def _install() -> Callable[[], None]:
     """Installs the overlay's finder, unless it is there.
 
-    Returns:
-        What announces it, once in each process.
+    Returns what announces it, once in each process.
     """
     from pathlib import Path
 

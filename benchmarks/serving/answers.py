@@ -18,11 +18,8 @@ async def compare_answers(
 ) -> dict[int, dict[str, dict[str, float]]]:
     """Compare the servers' answers to a prompt of each length.
 
-    Args:
-        session: From ``open_session``.
-        servers: By variant; the first is what the others are compared with.
-        lengths: Prompt lengths in tokens.
-        unquantized: A server like the first, with a KV cache that is not quantized.
+    The first server is what the others are compared with; `unquantized` is one like it,
+    with a KV cache that is not quantized.
 
     Returns:
         By length and variant, columns for the rows of a table.

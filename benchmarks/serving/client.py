@@ -104,7 +104,7 @@ async def complete(
     salt: str | None = None,
     score_prompt: bool = False,
 ) -> Completion:
-    """One completion with log-probabilities.
+    """One completion with log-probabilities; errors are in it and are not raised.
 
     Args:
         session: From ``open_session``.
@@ -114,9 +114,6 @@ async def complete(
         salt: Requests share prefix-cache entries only if their salts are equal.
         score_prompt: Also ask for the log-probability of every prompt token;
             vLLM then computes the whole prompt anew.
-
-    Returns:
-        The answer; errors are in it and are not raised.
     """
     body = _body(prompt, max_tokens, salt)
     body |= {"logprobs": 2, "return_tokens_as_token_ids": True}
@@ -176,15 +173,9 @@ async def stream(
     salt: str | None = None,
     stop_after: int | None = None,
 ) -> Completion:
-    """One streamed completion, timed.
+    """One streamed completion, timed; arguments as of ``complete``.
 
-    Args:
-        session: From ``open_session``.
-        url: The server's base address.
-        prompt: Token ids.
-        max_tokens: Tokens to generate.
-        salt: As in ``complete``.
-        stop_after: Close the connection after that many tokens.
+    The connection is closed after ``stop_after`` tokens, if given.
     """
     body = _body(prompt, max_tokens, salt)
     body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -42,12 +42,7 @@ def profiler_arguments(folder: Path) -> tuple[str, ...]:
 async def profiling(
     session: aiohttp.ClientSession, url: str, name: str
 ) -> AsyncIterator[None]:
-    """Trace what the server does meanwhile.
-
-    Args:
-        session: From ``open_session``.
-        url: The server's base address.
-        name: For ``read_trace``; letters, digits, dots, dashes and underscores.
+    """Trace what the server does meanwhile, under a name for ``read_trace``.
 
     Raises:
         aiohttp.ClientResponseError: The server has no profiler, or refuses the name.

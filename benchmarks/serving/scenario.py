@@ -152,15 +152,11 @@ def ask(
 
 
 def noise_budget(*runs_by_prompt: list[list[Completion]]) -> Difference:
-    """Twice the widest spread of stock vLLM's answers to one prompt.
+    """Twice the widest spread of stock vLLM's answers to one prompt, across the lists.
 
     Alone and in a crowd a prompt is cut and batched differently, so stock's own
     answers differ by rounding and by keys that change places at the edge of the
     top-k.
-
-    Args:
-        runs_by_prompt: Lists by prompt of stock's answers; spreads are taken
-            across the lists.
     """
     noise = worst(spread(sum(runs, [])) for runs in zip(*runs_by_prompt, strict=True))
     return Difference(2 * max(noise.largest, STOCK_NOISE), 2 * noise.mean)

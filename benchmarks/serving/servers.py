@@ -56,10 +56,7 @@ def running_servers(
 ) -> Iterator[tuple[dict[str, Server], dict[str, Path]]]:
     """Write the model, start one server per variant side by side, stop them.
 
-    Args:
-        args: Of ``add_server_options``.
-        variants: Which of ``VARIANTS``; None are those of the arguments.
-        **kwargs: Fields of ``Server`` that the arguments do not set.
+    ``kwargs`` are fields of ``Server`` that the arguments do not set.
 
     Yields:
         The servers, and the folders of their probes' records, by variant.

@@ -100,8 +100,7 @@ def compile_callbacks(
 ) -> list[CallbackResult]:
     """Cross-compile FA4 with each callback; takes no GPU.
 
-    Args:
-        progress: called with each record, from other threads, as it comes.
+    ``progress`` is called with each record, from other threads, as it comes.
     """
     return [
         judge_record(record)

@@ -28,13 +28,8 @@ def prepare_process(capability: tuple[int, int] | None = None) -> bool:
 
     Without a GPU, hides CUDA, lets Triton interpret its kernels and keeps vLLM from
     pinning memory. Then loads vLLM's general plugins, as each vLLM process does. Call
-    it before anything imports vLLM.
-
-    Args:
-        capability: compute capability of GPUs that vLLM is to see, here or not.
-
-    Returns:
-        Whether there is a GPU to run on.
+    it before anything imports vLLM. Given a compute capability, vLLM is to see GPUs
+    of it, here or not. Tells whether there is a GPU to run on.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if capability else "WARNING")

@@ -79,13 +79,8 @@ def resolve_launch(
 ) -> Launch | None:
     """Let vLLM resolve a launch, as far as attention is concerned.
 
-    Args:
-        model: folder or `config.json`.
-        tensor_parallel_size: as `vllm serve` will get it.
-        kv_cache_dtype: as `vllm serve` will get it.
-
-    Returns:
-        None if the model has no sparse MLA.
+    ``model`` is its folder or `config.json`, the rest as `vllm serve` will get it. None
+    if the model has no sparse MLA.
 
     Raises:
         ValueError: if an argument makes no sense, naming it.

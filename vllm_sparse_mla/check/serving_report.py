@@ -205,11 +205,7 @@ def report_serving(
 ) -> ServingReport:
     """Answer for one launch, in a process that `gpu.stand_in_for_gpu` has prepared.
 
-    Args:
-        model: its folder or `config.json`.
-        tensor_parallel_size: as `vllm serve` will get it.
-        kv_cache_dtype: as `vllm serve` will get it.
-        capability: the GPU's compute capability.
+    Arguments are as of `resolve_launch`, and the GPU's compute capability.
     """
     gpu = "sm_{}{}".format(*capability)
     asked = (model, gpu, tensor_parallel_size, kv_cache_dtype)

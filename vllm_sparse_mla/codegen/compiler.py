@@ -37,11 +37,7 @@ def compile_variants(
         fa4_dir: folder that holds a ``flash_attn`` package to compile instead of the
             FA4 that vLLM vendors. For sm_90 vectorised callbacks need the patch in it.
 
-    Returns:
-        A record per variant, in the order given.
-
     Raises:
-        ValueError: if ``arch`` makes no sense.
         DisassemblerMissing: if Triton's disassembler is not installed.
         CodegenError: if a variant does not compile.
     """

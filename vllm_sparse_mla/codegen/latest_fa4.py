@@ -26,13 +26,8 @@ def check_latest_fa4(
     """Download FA4's newest pre-release and compile ``variants`` with it.
 
     It goes to a temporary folder that is removed; the installed packages stay as they
-    are, so FA4 runs on the DSL that vLLM pins.
-
-    Args:
-        report: receives what was found, and why something could not run.
-
-    Returns:
-        The records, none if it could not run.
+    are, so FA4 runs on the DSL that vLLM pins. ``report`` is told what was found, and
+    why something could not run, of which there are no records.
     """
     with tempfile.TemporaryDirectory(prefix="sparse-mla-fa4-") as folder:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--pre"]

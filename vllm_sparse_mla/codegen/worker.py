@@ -119,9 +119,7 @@ def stock_kernel(wanted: bool):
 def compile_variant(variant: Variant, dump_dir: Path) -> CodegenRecord:
     """Compile one variant in this process and read what came out.
 
-    Args:
-        variant: with the target that this process was started for.
-        dump_dir: folder where the DSL leaves cubin and PTX; emptied first.
+    The DSL leaves cubin and PTX in ``dump_dir``, which is emptied first.
     """
     for leftover in dump_dir.iterdir():
         leftover.unlink()
@@ -240,11 +238,8 @@ def use_fa4_from(folder: str) -> None:
 def start_worker(arch: str, folder: str, fa4_dir: Path | None) -> None:
     """Prepare this process to compile for ``arch``; before any import of vLLM.
 
-    Args:
-        arch: target such as ``sm_100a``.
-        folder: where to leave what the DSL dumps and what libraries print.
-        fa4_dir: folder that holds a ``flash_attn`` package to compile instead of
-            the one that vLLM vendors.
+    ``folder`` gets what the DSL dumps and what libraries print; ``fa4_dir`` is as of
+    ``compile_variants``.
     """
     dump_dir = Path(folder, str(os.getpid()))
     dump_dir.mkdir()

@@ -61,9 +61,6 @@ def port_test(text: str) -> PortedTest:
     ``pytestmark``, or marks of a ``pytest.param``; elsewhere they stay, and mark
     nothing. What exists for the plugin is left out too: a file that imports another
     module of this package, a function that names it.
-
-    Args:
-        text: The test file.
     """
     before = cst.parse_module(text)
     own = {b for b in tree.bindings(before) if b.target.startswith(_OWN_PACKAGE)}

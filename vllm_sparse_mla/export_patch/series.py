@@ -54,13 +54,7 @@ def file_name(number: int, subject: str) -> str:
 
 
 def mail_text(patch: Patch, number: int, total: int) -> str:
-    """A patch as a mail: a header, the message, the diff.
-
-    Args:
-        patch: The patch.
-        number: Its place in the series, from 1.
-        total: Length of the series.
-    """
+    """A patch, one of ``total``, as a mail: a header, the message, the diff."""
     return (
         f"From {_NO_COMMIT} Mon Sep 17 00:00:00 2001\n"
         f"From: {_AUTHOR}\n"
@@ -74,14 +68,9 @@ def mail_text(patch: Patch, number: int, total: int) -> str:
 
 
 def write_series(folder: Path, patches: Sequence[Patch]) -> list[Path]:
-    """Write a series; ``git am FOLDER/*.patch`` applies it.
+    """Write a series, in its order; ``git am FOLDER/*.patch`` applies it.
 
-    Args:
-        folder: Made if it does not exist. Files of an earlier export are overwritten.
-        patches: In the order in which they apply.
-
-    Returns:
-        The files, in that order.
+    Files of an earlier export are overwritten.
 
     Raises:
         ValueError: If the folder holds patches of another series, which ``git am``

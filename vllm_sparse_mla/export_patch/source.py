@@ -107,12 +107,9 @@ class Source:
         own: cst.Module,
         wanted: Callable[[str], bool] = lambda name: True,
     ) -> tuple[str, tuple[Definition, ...]]:
-        """The file with some definitions, and those that replace upstream's.
+        """The file with the definitions that are wanted, by qualified name, and those.
 
-        Args:
-            before: Upstream's text, or one made of it.
-            own: ``own``, or a tree made of it.
-            wanted: Whether to take a definition, by qualified name.
+        ``before`` and ``own`` are ``upstream`` and ``own``, or made of them.
         """
         if self.switches:
             names = [name for name in self.switches if wanted(name)]

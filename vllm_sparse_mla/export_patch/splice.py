@@ -58,16 +58,7 @@ def splice(
     rules: Rules | None = None,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Spliced:
-    """Put an overlay file's definitions into upstream's file.
-
-    Args:
-        overlay: Text of the overlay file.
-        upstream: Text of upstream's file.
-        rules: What the overlay file cannot say by itself.
-        wanted: Whether to take a definition, by its qualified name.
-
-    Returns:
-        The new file and the definitions in which it differs.
+    """Put the definitions of an overlay file that are wanted into upstream's file.
 
     Raises:
         ValueError: If the overlay holds a statement that has no place in upstream's

@@ -31,11 +31,7 @@ def tests_root() -> Path | None:
 
 
 def collect_suite(tests: Path) -> Suite:
-    """Rewrite the tests of ``tests/v1/attention/sparse_mla`` for upstream's repository.
-
-    Args:
-        tests: Folder that holds ``v1/attention/sparse_mla``.
-    """
+    """Rewrite ``v1/attention/sparse_mla`` of these tests for upstream's repository."""
     sources = {
         f"{upstream_module(name).replace('.', '/')}.py": _PACKAGE / f"testing/{name}.py"
         for name in SHARED_MODULES

@@ -45,12 +45,7 @@ def _entry(name: str) -> list[str]:
 
 
 def declare_switches(before: str, names: Collection[str]) -> str:
-    """Add variables to ``vllm/envs.py``.
-
-    Args:
-        before: Upstream's text.
-        names: Some of ``VARIABLES``.
-    """
+    """Add some of ``VARIABLES`` to the text of ``vllm/envs.py``."""
     lines = before.split("\n")
     declared: ast.stmt | None = None
     last_entry: ast.expr | None = None

@@ -29,14 +29,7 @@ class Unalias(cst.CSTTransformer):
     def __init__(
         self, overlay: cst.Module, upstream: cst.Module, wrapped: Mapping[str, str]
     ) -> None:
-        """Reads both files.
-
-        Args:
-            overlay: The overlay file.
-            upstream: Upstream's file.
-            wrapped: For a method that calls the one that it replaces: the name that
-                upstream's method gets, by qualified name.
-        """
+        """Reads both files; for ``wrapped`` see ``Rules``."""
         super().__init__()
         self._wrapped = wrapped
         self._modules = {

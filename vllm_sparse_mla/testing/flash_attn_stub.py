@@ -18,9 +18,6 @@ def install_parent_module() -> ModuleType:
     CuTe DSL sources below it need none of them. The stand-in is an empty package over
     the same folder: ``.cute`` imports below it, and a function to attend with can be
     set on it. Further calls return the module that is there.
-
-    Returns:
-        The module ``vllm.vllm_flash_attn``, real or not.
     """
     try:
         return importlib.import_module(_NAME)

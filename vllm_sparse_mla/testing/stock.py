@@ -11,11 +11,7 @@ from types import ModuleType
 
 @cache
 def load_stock_module(name: str) -> ModuleType:
-    """Execute a vLLM module's own file.
-
-    Args:
-        name: such as ``vllm.model_executor.layers.attention.sparse_mla_attention``.
-    """
+    """Execute the own file of a vLLM module, named as it is imported."""
     package, *parts = name.split(".")
     folder = importlib.util.find_spec(package).submodule_search_locations[0]
     return load_file(Path(folder, *parts).with_suffix(".py"))
