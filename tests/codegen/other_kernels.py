@@ -70,10 +70,8 @@ def compile_topk_mask() -> None:
     for vectorized in (True, False):
         owner.compile(owner.CompileKey(vectorized))
         keep(f"topk_mask-{'vectorized' if vectorized else 'scalar'}")
-    tuning = {
-        name: getattr(owner.tuning, name)
-        for name in ("threads", "blocks_per_sm", "vectors")
-    }
+    names = ("threads", "blocks_per_sm", "vectors")
+    tuning = {name: getattr(topk_mask_cutedsl, name.upper()) for name in names}
     (FOLDER / "topk_mask.json").write_text(json.dumps(tuning))
 
 

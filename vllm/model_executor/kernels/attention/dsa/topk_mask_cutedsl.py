@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """CuTe DSL kernel that turns top-k rows into a bit-packed attention mask.
 
-One block owns a piece of up to ``tile_words`` words of a mask row. It assembles the
+One block owns a piece of up to ``TILE_WORDS`` words of a mask row. It assembles the
 bitmap in shared memory with atomic ORs and writes each word of the row once, 16 bytes
 at a time, so the row is defined whatever the output held before:
 
@@ -38,33 +38,18 @@ SPARE_WORDS = 32
 MAX_GRID_YZ = 65535
 
 
-@dataclass(frozen=True)
-class TopkMaskTuning:
-    """Compile-time shape of the kernel, the same for every call of a process.
-
-    Attributes:
-        threads: threads of a block.
-        vectors: 16-byte loads of a thread in flight; ``threads * vectors * 4``
-            indices (2048) are read at once.
-        blocks_per_sm: blocks to be resident on a multiprocessor; caps the registers.
-        tile_words: words of a mask row assembled in shared memory (16 KiB).
-    """
-
-    threads: int = 128
-    vectors: int = 4
-    blocks_per_sm: int = 8
-    tile_words: int = 4096
-
-
-DEFAULT_TUNING = TopkMaskTuning()
+# The kernel's shape, the same for every call. A block's threads read 2048 indices at
+# once, by so many 16-byte loads of each in flight; so many blocks are to be resident on
+# a multiprocessor, which caps the registers, and each has a piece of a mask row in
+# shared memory (16 KiB).
+THREADS = 128
+VECTORS = 4
+BLOCKS_PER_SM = 8
+TILE_WORDS = 4096
 
 
 def plan_grid(
-    batch_size: int,
-    max_q_len: int,
-    num_words: int,
-    num_sms: int,
-    tuning: TopkMaskTuning = DEFAULT_TUNING,
+    batch_size: int, max_q_len: int, num_words: int, num_sms: int
 ) -> tuple[int, int, int]:
     """Choose a grid that fills the GPU once, and gives small inputs a block per row.
 
@@ -74,11 +59,11 @@ def plan_grid(
     Raises:
         ValueError: more requests or pieces than a grid has room for.
     """
-    pieces = -(-num_words // tuning.tile_words)
+    pieces = -(-num_words // TILE_WORDS)
     for name, count in (("batch_size", batch_size), ("pieces per row", pieces)):
         if count > MAX_GRID_YZ:
             raise ValueError(f"{name} must be at most {MAX_GRID_YZ}, got {count}.")
-    slots = num_sms * tuning.blocks_per_sm
+    slots = num_sms * BLOCKS_PER_SM
     rows_per_block = max(1, -(-batch_size * max_q_len * pieces // slots))
     return -(-max_q_len // rows_per_block), batch_size, pieces
 
@@ -113,11 +98,7 @@ def _vector_at(row: cute.Pointer, vector: Int32):
 class _TopkMaskProgram:
     """The device program of one compile key."""
 
-    def __init__(self, tuning: TopkMaskTuning, vectorized: bool) -> None:
-        self.threads = tuning.threads
-        self.vectors = tuning.vectors
-        self.blocks_per_sm = tuning.blocks_per_sm
-        self.tile_words = tuning.tile_words
+    def __init__(self, vectorized: bool) -> None:
         self.vectorized = vectorized
 
     @cute.jit
@@ -149,8 +130,8 @@ class _TopkMaskProgram:
             max_seq_len,
         ).launch(
             grid=(row_blocks, batch_size, pieces),
-            block=(self.threads, 1, 1),
-            min_blocks_per_mp=self.blocks_per_sm,
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=BLOCKS_PER_SM,
             preferred_smem_carveout=100,
             stream=stream,
         )
@@ -168,20 +149,20 @@ class _TopkMaskProgram:
 
         Vectorized, columns past the last whole vector are left to `scatter_tail`.
         """
-        step = cutlass.const_expr(self.threads * self.vectors)
+        step = THREADS * VECTORS
         indices.fill(-1)
         if cutlass.const_expr(self.vectorized):
             num_vectors = num_topk // VECTOR_WORDS
-            for j in cutlass.range_constexpr(self.vectors):
-                vector = chunk * step + j * self.threads + tid
+            for j in cutlass.range_constexpr(VECTORS):
+                vector = chunk * step + j * THREADS + tid
                 if vector < num_vectors:
                     cute.autovec_copy(_vector_at(row, vector), indices[None, j])
         else:
-            for j in cutlass.range_constexpr(self.vectors):
+            for j in cutlass.range_constexpr(VECTORS):
                 for e in cutlass.range_constexpr(VECTOR_WORDS):
                     column = (
                         chunk * step * VECTOR_WORDS
-                        + (j * VECTOR_WORDS + e) * self.threads
+                        + (j * VECTOR_WORDS + e) * THREADS
                         + tid
                     )
                     if column < num_topk:
@@ -218,7 +199,7 @@ class _TopkMaskProgram:
         other rows a dropped index sets a bit of this lane's `spare` word, which costs
         less than a branch.
         """
-        for j in cutlass.range_constexpr(self.vectors):
+        for j in cutlass.range_constexpr(VECTORS):
             first, _ = self.position_of(indices[0, j], base, limit)
             differing = Uint32(0)
             for e in cutlass.range_constexpr(1, VECTOR_WORDS):
@@ -270,20 +251,19 @@ class _TopkMaskProgram:
         tid, _, _ = cute.arch.thread_idx()
         first_row, request, piece = cute.arch.block_idx()
         row_step, _, _ = cute.arch.grid_dim()
-        threads = cutlass.const_expr(self.threads)
         num_topk = topk.shape[1]
         num_words = out.shape[2]
 
         bitmap = cutlass.utils.SmemAllocator().allocate_tensor(
             Int32,
             cute.make_layout(
-                (VECTOR_WORDS, (self.tile_words + SPARE_WORDS) // VECTOR_WORDS)
+                (VECTOR_WORDS, (TILE_WORDS + SPARE_WORDS) // VECTOR_WORDS)
             ),
             byte_alignment=16,
         )
         # Words past the tile take the bits of dropped indices: one for each lane, so
         # that they do not queue for one bank.
-        spare = Uint32(32) * Uint32(self.tile_words + tid % SPARE_WORDS)
+        spare = Uint32(32) * Uint32(TILE_WORDS + tid % SPARE_WORDS)
 
         # Rows [0, num_rows) of the request have a top-k row, the rest are all zero.
         q_start = Int32(cu_q_lens[request])
@@ -299,8 +279,8 @@ class _TopkMaskProgram:
 
         # The piece holds the bits of keys [base, base + limit), where limit grows with
         # the row, as one more key is not later than its query, up to `most`.
-        first_word = piece * self.tile_words
-        piece_words = cutlass.min(num_words - first_word, Int32(self.tile_words))
+        first_word = piece * TILE_WORDS
+        piece_words = cutlass.min(num_words - first_word, Int32(TILE_WORDS))
         num_vectors = piece_words // VECTOR_WORDS
         first_key = Int64(range_start) + Int64(first_word) * 32
         base = Uint32(range_start) + Uint32(first_word) * Uint32(32)
@@ -317,9 +297,8 @@ class _TopkMaskProgram:
         topk_step = Int64(topk.stride[0])
         out_step = Int64(out.stride[1])
 
-        shape = cutlass.const_expr((VECTOR_WORDS, self.vectors))
-        present = cute.make_rmem_tensor(shape, Int32)
-        coming = cute.make_rmem_tensor(shape, Int32)
+        present = cute.make_rmem_tensor((VECTOR_WORDS, VECTORS), Int32)
+        coming = cute.make_rmem_tensor((VECTOR_WORDS, VECTORS), Int32)
         words = cute.make_rmem_tensor((VECTOR_WORDS,), Int32)
         zeros = cute.make_rmem_tensor((VECTOR_WORDS,), Int32)
         zeros.fill(0)
@@ -329,11 +308,11 @@ class _TopkMaskProgram:
             self.load_indices(
                 topk_rows + Int64(first_row) * topk_step, 0, num_topk, tid, coming
             )
-        for v in cutlass.range(tid, num_vectors, threads, unroll=2):
+        for v in cutlass.range(tid, num_vectors, THREADS, unroll=2):
             cute.autovec_copy(zeros, bitmap[None, v])
         cute.arch.sync_threads()
 
-        num_chunks = cute.ceil_div(num_topk, threads * self.vectors * VECTOR_WORDS)
+        num_chunks = cute.ceil_div(num_topk, THREADS * VECTORS * VECTOR_WORDS)
         for row in range(first_row, num_rows, row_step):
             topk_row = topk_rows + Int64(row) * topk_step
             cute.autovec_copy(coming, present)
@@ -356,7 +335,7 @@ class _TopkMaskProgram:
             cute.arch.sync_threads()
 
             out_row = out_rows + Int64(row) * out_step
-            for v in cutlass.range(tid, num_vectors, threads, unroll=2):
+            for v in cutlass.range(tid, num_vectors, THREADS, unroll=2):
                 cute.autovec_copy(bitmap[None, v], words)
                 cute.autovec_copy(zeros, bitmap[None, v])
                 cute.autovec_copy(words, _vector_at(out_row, v))
@@ -368,27 +347,19 @@ class _TopkMaskProgram:
             past = first_row + cute.ceil_div(num_rows - first_row, row_step) * row_step
         for row in range(past, max_q_len, row_step):
             out_row = out_rows + Int64(row) * out_step
-            for v in cutlass.range(tid, num_vectors, threads, unroll=2):
+            for v in cutlass.range(tid, num_vectors, THREADS, unroll=2):
                 cute.autovec_copy(zeros, _vector_at(out_row, v))
 
 
 class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
-    """Owner of the compiled programs: at most 2, one per `CompileKey`.
-
-    Args:
-        tuning: compile-time shape of every program.
-    """
+    """Owner of the compiled programs: at most 2, one per `CompileKey`."""
 
     @dataclass(frozen=True)
     class CompileKey:
         vectorized: bool
 
-    def __init__(self, tuning: TopkMaskTuning = DEFAULT_TUNING) -> None:
-        super().__init__()
-        self.tuning = tuning
-
     def kernel(self, compile_key: CompileKey) -> Any:
-        return _TopkMaskProgram(self.tuning, compile_key.vectorized)
+        return _TopkMaskProgram(compile_key.vectorized)
 
     def get_warmup_keys(self, vllm_config: Any) -> list[CompileKey]:
         """The key that the layer asks for, none without a top-k."""
@@ -436,7 +407,6 @@ class TopkMaskKernel(VllmCuTeDSLJitKernel["TopkMaskKernel.CompileKey"]):
             max_q_len,
             out.shape[2],
             _num_sms(out.device),
-            self.tuning,
         )
         return self.CompileKey(rows_are_vectorizable(topk)), (
             topk,
