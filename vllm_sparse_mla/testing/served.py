@@ -94,26 +94,42 @@ def layers_of(config: SimpleNamespace) -> list:
     return list(config.compilation_config.static_forward_context.values())
 
 
-def takes_masked_mha(layer, query_lens: list[int], seq_len: int) -> bool:
-    """Ask vLLM's dispatch about a batch whose longest sequence has ``seq_len`` keys."""
-    from vllm.model_executor.layers.attention import sparse_mla_attention
-
-    context = None
-    if seq_len > max(query_lens):
+def step_metadata(
+    query_lens: list[int],
+    context_lens: list[int],
+    topk: int = 2048,
+    mask_words: int | None = 1 << 40,
+) -> SimpleNamespace:
+    """As much of a step's metadata as dispatch reads; None is no mask workspace."""
+    context = workspace = None
+    if any(context_lens):
         context = SimpleNamespace(
-            chunks=[SimpleNamespace(max_seq_len=1)],
-            context_lens_list=[seq_len - query_len for query_len in query_lens],
+            chunks=[SimpleNamespace(max_seq_len=1)], context_lens_list=context_lens
         )
-    words = sparse_mla_attention.GLOBAL_TOPK_MASK_MAX_BYTES // 4
+    if mask_words is not None:
+        workspace = torch.empty(mask_words, dtype=torch.int32, device="meta")
     prefill = SimpleNamespace(
         max_query_len=max(query_lens),
         query_lens_cpu=torch.tensor(query_lens),
         chunked_context=context,
         use_dense_mha=False,
-        topk_mask_workspace=torch.empty(words, dtype=torch.int32, device="meta"),
+        topk_mask_workspace=workspace,
     )
-    topk = layer._vllm_config.model_config.hf_text_config.index_topk
-    metadata = SimpleNamespace(
-        prefill=prefill, prefill_max_seq_len=seq_len, topk_tokens=topk
+    longest = max(map(sum, zip(query_lens, context_lens)))
+    return SimpleNamespace(
+        prefill=prefill, prefill_max_seq_len=longest, topk_tokens=topk
     )
-    return layer._use_sparse_mha(metadata)
+
+
+def takes_masked_mha(layer, query_lens: list[int], seq_len: int) -> bool:
+    """Ask vLLM's dispatch about a batch of sequences of ``seq_len`` keys."""
+    from vllm.model_executor.layers.attention import sparse_mla_attention
+
+    return layer._use_sparse_mha(
+        step_metadata(
+            query_lens,
+            [seq_len - query_len for query_len in query_lens],
+            layer._vllm_config.model_config.hf_text_config.index_topk,
+            sparse_mla_attention.GLOBAL_TOPK_MASK_MAX_BYTES // 4,
+        )
+    )

@@ -8,10 +8,8 @@ which they were measured, and there alone. The device is faked.
 
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from vllm.model_executor.layers.attention import mla_attention
 
@@ -33,6 +31,7 @@ except ImportError:  # stock: every test here fails, as marked
     sparse_mla_choice = None
 
 from vllm_sparse_mla.testing import served
+from vllm_sparse_mla.testing.served import step_metadata
 
 pytestmark = pytest.mark.stock_fails("stock estimates nothing")
 
@@ -70,26 +69,7 @@ def table_admits(monkeypatch):
 @pytest.fixture
 def long_batch():
     """One new prompt beside continuations over a long context."""
-    return make_metadata([16, 16, 4096], [14000, 14000, 0])
-
-
-def make_metadata(query_lens, context_lens, topk=2048):
-    context = None
-    if any(context_lens):
-        context = SimpleNamespace(
-            context_lens_list=context_lens, chunks=[SimpleNamespace(max_seq_len=1)]
-        )
-    prefill = SimpleNamespace(
-        query_lens_cpu=torch.tensor(query_lens),
-        max_query_len=max(query_lens),
-        chunked_context=context,
-        use_dense_mha=False,
-        topk_mask_workspace=torch.empty(1 << 40, dtype=torch.int32, device="meta"),
-    )
-    longest = max(map(sum, zip(query_lens, context_lens)))
-    return SimpleNamespace(
-        prefill=prefill, prefill_max_seq_len=longest, topk_tokens=topk
-    )
+    return step_metadata([16, 16, 4096], [14000, 14000, 0])
 
 
 def make_layer(**options):
@@ -123,7 +103,7 @@ def test_the_shorter_estimate_decides(
     masked, sparse = estimate.microseconds(
         query_lens, context_lens, int(any(context_lens))
     )
-    taken = layer._use_sparse_mha(make_metadata(query_lens, context_lens))
+    taken = layer._use_sparse_mha(step_metadata(query_lens, context_lens))
     assert taken is (masked < sparse)
 
 
@@ -132,7 +112,7 @@ def test_batches_of_one_length_go_both_ways(on_device, long_batch):
     on_device("sm90", "1")
     layer = make_layer(backend="FLASH_ATTN_MLA_SPARSE")
     assert layer._use_sparse_mha(long_batch)
-    many = make_metadata([16] * 16 + [4096], [14000] * 16 + [0])
+    many = step_metadata([16] * 16 + [4096], [14000] * 16 + [0])
     assert not layer._use_sparse_mha(many)
 
 
@@ -142,7 +122,7 @@ def test_other_topks_and_sizes_get_an_answer(on_device, topk, size):
     on_device("sm90", "1")
     layer = make_layer(backend="FLASH_ATTN_MLA_SPARSE", tensor_parallel_size=size)
     answers = {
-        layer._use_sparse_mha(make_metadata([n], [0], topk)) for n in (2500, 500_000)
+        layer._use_sparse_mha(step_metadata([n], [0], topk)) for n in (2500, 500_000)
     }
     assert answers == {True, False}
 
@@ -170,7 +150,7 @@ def test_elsewhere_vllms_table_decides(on_device, table_admits, said, switch):
     layer = make_layer(tensor_parallel_size=1)
     for admitted in (True, False):
         table_admits(admitted)
-        assert layer._use_sparse_mha(make_metadata([4096], [0])) is admitted
+        assert layer._use_sparse_mha(step_metadata([4096], [0])) is admitted
     assert not said
 
 
@@ -184,7 +164,7 @@ def test_what_was_not_measured_stays_with_sparse_mqa(
     table_admits(True)
     layer = make_layer(backend=backend)
     for _ in range(2):
-        assert not layer._use_sparse_mha(make_metadata([4096], [0]))
+        assert not layer._use_sparse_mha(step_metadata([4096], [0]))
     (line,) = said
     assert "no coefficients of NVIDIA H200" in line and backend in line
 
@@ -211,7 +191,7 @@ def test_lengths_that_make_no_sense_are_left_to_vllm(
     on_device(name, "1", gpu=B200)
     costs_file()
     table_admits(admitted)
-    taken = make_layer()._use_sparse_mha(make_metadata([4096], [-4]))
+    taken = make_layer()._use_sparse_mha(step_metadata([4096], [-4]))
     assert taken is (admitted and name == "sm100")
     assert len(said) == 1 and "negative lengths" in said[0]
 
@@ -255,15 +235,14 @@ def test_a_file_measured_here_decides(
     for options in ({}, dict(model="glm", tensor_parallel_size=1)):
         layer = make_layer(**options)
         for lens in (([4096], [0]), ([600, 4096], [5000, 0])):
-            assert layer._use_sparse_mha(make_metadata(*lens)) is pays
+            assert layer._use_sparse_mha(step_metadata(*lens)) is pays
     assert not said
 
 
 def test_the_room_for_masks_is_asked_for_under_a_file_too(on_device, costs_file):
     on_device("sm100", gpu=B200)
     costs_file(scale_masked_mha(0.01))
-    metadata = make_metadata([4096], [0])
-    metadata.prefill.topk_mask_workspace = torch.empty(4, dtype=torch.int32)
+    metadata = step_metadata([4096], [0], mask_words=4)
     assert not make_layer()._use_sparse_mha(metadata)
 
 
@@ -275,7 +254,7 @@ def test_backends_that_share_a_kernel_share_its_coefficients(on_device, costs_fi
     on_device("sm100", gpu=B200)
     costs_file(rename)
     layer = make_layer(backend="FLASH_ATTN_MLA_SPARSE_FA4")
-    assert layer._use_sparse_mha(make_metadata([4096], [0]))
+    assert layer._use_sparse_mha(step_metadata([4096], [0]))
 
 
 def without_dims(costs):
@@ -332,7 +311,7 @@ def test_a_file_of_no_use_leaves_dispatch_to_vllm(
     for admitted in (True, False):
         table_admits(admitted)
         for layer in layers:
-            taken = layer._use_sparse_mha(make_metadata([4096], [0]))
+            taken = layer._use_sparse_mha(step_metadata([4096], [0]))
             assert taken is (admitted and name == "sm100")
     (line,) = said
     what = {"sm90": "no effect on prefills", "sm100": "dispatched as in vLLM"}[name]
@@ -356,8 +335,8 @@ def test_warm_up_covers_what_a_file_lets_through(on_device, table_admits, costs_
     costs_file(short_prompts_alone)
     config = served.server_config(max_num_batched_tokens=8192)
     (layer,) = served.layers_of(config)
-    assert layer._use_sparse_mha(make_metadata([2560], [0]))
-    assert not layer._use_sparse_mha(make_metadata([2561], [0]))
+    assert layer._use_sparse_mha(step_metadata([2560], [0]))
+    assert not layer._use_sparse_mha(step_metadata([2561], [0]))
     assert masked_mha_query_lens(layer, config, has_context=False) == [8192]
 
 

@@ -11,6 +11,7 @@ import torch
 
 import vllm.envs as envs
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
+from vllm_sparse_mla.testing import served
 from vllm_sparse_mla.testing.layer import Dims
 
 NO_OPT_IN = "stock has no opt-in for SM90"
@@ -238,79 +239,51 @@ def test_a_server_where_only_the_cache_refuses_says_why(
     assert len(said) == 1 and reason in said[0]
 
 
-def uses_mha(*, available=True, force_mqa=False, fits=True, **changes):
-    """Ask upstream's MLAAttention which way a long pure prefill goes."""
-    layer = SimpleNamespace(
-        hisparse_cache=None,
-        prefill_backend=object(),
-        impl=SimpleNamespace(
-            masked_mha_available=available,
-            dcp_world_size=1,
-            masked_mha_workspace_fits=lambda prefill: fits,
-            masked_mha_pays=lambda layer, metadata, admitted: admitted,
-        ),
-        attn_backend=SimpleNamespace(get_name=lambda: "FLASHMLA_SPARSE"),
-        _vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            attention_config=SimpleNamespace(sparse_mla_force_mqa=force_mqa),
-        ),
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-    )
-    prefill = SimpleNamespace(
-        max_query_len=4096, chunked_context=None, use_dense_mha=False
-    )
-    prefill = changes.pop("prefill", prefill)
-    metadata = SimpleNamespace(prefill=prefill, prefill_max_seq_len=4096)
-    for name, value in changes.items():
-        setattr(layer, name, value)
-    return mla_attention.MLAAttention._use_sparse_mha(layer, metadata)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param({}, True, id="taken"),
-        pytest.param({"force_mqa": True}, False, id="force-mqa-wins"),
-        pytest.param({"available": False}, False, id="not-available"),
-        pytest.param({"fits": False}, False, id="workspace-too-small"),
-        pytest.param({"prefill_backend": None}, False, id="no-prefill-backend"),
-        pytest.param({"hisparse_cache": object()}, False, id="host-backed-cache"),
-    ],
-)
-def test_upstreams_layer_decides(monkeypatch, changes, expected):
+@pytest.fixture
+def dispatched(monkeypatch):
+    """A layer that vLLM's table lets take masked MHA for prompts of 4096 tokens."""
     # Upstream's own row, which the opt-in may have replaced in this process.
     ranges = {1: (((2048, 1536), (4096, 4096)), None)}
     table = {(192, 128): {"FLASHMLA_SPARSE": ranges}}
     monkeypatch.setattr(mla_attention, "_MASKED_MHA_THRESHOLDS", table)
-    assert uses_mha(**changes) is expected
+    config = served.server_config(tensor_parallel_size=1)
+    (layer,) = served.layers_of(config)
+    return layer
 
 
-@pytest.mark.parametrize("builder_has_workspace", [True, False])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param({}, True, id="taken"),
+        pytest.param({"sparse_mla_force_mqa": True}, False, id="force-mqa-wins"),
+        pytest.param({"masked_mha_available": False}, False, id="not-available"),
+        pytest.param({"prefill_backend": None}, False, id="no-prefill-backend"),
+        pytest.param({"hisparse_cache": object()}, False, id="host-backed-cache"),
+    ],
+)
+def test_upstreams_layer_decides(dispatched, change, expected):
+    holders = (dispatched, dispatched.impl, dispatched._vllm_config.attention_config)
+    for name, value in change.items():
+        (holder,) = (holder for holder in holders if name in vars(holder))
+        vars(holder)[name] = value
+    assert served.takes_masked_mha(dispatched, [4096], 4096) is expected
+
+
+@pytest.mark.parametrize(
+    "mask_words",
+    [
+        pytest.param(None, id="none"),
+        pytest.param(4, id="too-small"),
+        pytest.param(1 << 25, id="enough"),
+    ],
+)
 @pytest.mark.parametrize("layer_may", [True, False])
-def test_layer_and_builder_may_differ(monkeypatch, layer_may, builder_has_workspace):
+def test_layer_and_builders_workspace_may_differ(dispatched, layer_may, mask_words):
     """Layers left out by ``--kv-cache-dtype-skip-layers`` have a dtype of their own."""
-    ranges = {1: (((4096, 0),), None)}
-    table = {(192, 128): {"FLASHMLA_SPARSE": ranges}}
-    monkeypatch.setattr(mla_attention, "_MASKED_MHA_THRESHOLDS", table)
-    impl = SimpleNamespace(
-        masked_mha_available=layer_may,
-        dcp_world_size=1,
-        masked_mha_pays=lambda layer, metadata, admitted: admitted,
-        masked_mha_workspace_fits=(
-            sparse_mla_attention.SparseMLACommonImpl.masked_mha_workspace_fits
-        ),
-    )
-    workspace = torch.empty(1 << 20, dtype=torch.int32)
-    prefill = SimpleNamespace(
-        max_query_len=2500,
-        query_lens_cpu=torch.tensor([2500]),
-        chunked_context=None,
-        use_dense_mha=False,
-        topk_mask_workspace=workspace if builder_has_workspace else None,
-    )
-    assert uses_mha(impl=impl, prefill=prefill) is (layer_may and builder_has_workspace)
+    dispatched.impl.masked_mha_available = layer_may
+    metadata = served.step_metadata([4096], [0], mask_words=mask_words)
+    expected = layer_may and mask_words == 1 << 25
+    assert dispatched._use_sparse_mha(metadata) is expected
 
 
 BACKENDS = {
