@@ -102,8 +102,7 @@ def columns_kept(
 ) -> torch.Tensor:
     """What a callback answers for columns ``[0, num_columns)``, run on the host.
 
-    Returns:
-        int32 ``[batch, rows, words]``, a packed mask of the columns.
+    A packed mask of the columns, int32 ``[batch, rows, words]``.
     """
     mask, key_starts = [*aux_tensors, None][:2]
     words = 4 * -(-num_columns // 128)

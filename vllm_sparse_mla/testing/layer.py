@@ -109,16 +109,10 @@ def make_layer(
 def project(
     dims: Dims, kv_b_weight: torch.Tensor, latents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of whole sequences, for an oracle.
+    """K and V of whole sequences, for an oracle, in the precision of `latents`.
 
-    Args:
-        dims: the layer's.
-        kv_b_weight: as of `make_layer`.
-        latents: `[tokens, latent_dim]`.
-
-    Returns:
-        `[tokens, num_heads, qk_head_dim]` and `[tokens, num_heads, v_head_dim]`, in
-        the precision of `latents`.
+    Of `[tokens, latent_dim]` and weights as of `make_layer`, `[tokens, num_heads,
+    qk_head_dim]` and `[tokens, num_heads, v_head_dim]`.
     """
     kv = latents[:, : dims.kv_lora_rank] @ kv_b_weight.to(latents.dtype).t()
     k_nope, v = kv.unflatten(-1, (dims.num_heads, -1)).split(

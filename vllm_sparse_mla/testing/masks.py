@@ -17,13 +17,8 @@ _ROWS_AT_ONCE = 1024
 def causal_topk(length: int, topk: int, generator: torch.Generator) -> torch.Tensor:
     """Rows as an indexer emits them: keys up to the query by score, then -1.
 
-    Args:
-        length: queries, of which the first is the sequence's first token.
-        topk: keys to keep.
-        generator: of the scores; its device is the rows' device.
-
-    Returns:
-        int32 `[length, topk]`.
+    The first query is the sequence's first token; int32 `[length, topk]`, where the
+    generator of the scores is.
     """
     device = generator.device
     parts = [torch.empty(0, topk, dtype=torch.int32, device=device)]
@@ -48,20 +43,10 @@ def random_topk(
     padding: int = 0,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Rows with duplicates, and -1 anywhere.
+    """Rows with duplicates, and -1 anywhere: int32 `[rows, topk]`.
 
-    Args:
-        rows: to draw.
-        topk: indices of a row.
-        num_keys: above all indices of keys.
-        seed: of all that is drawn.
-        hostile: indices out of range too, the largest and the smallest among them.
-        offset: columns of the storage before the rows'.
-        padding: columns of the storage after the rows'.
-        device: of the rows.
-
-    Returns:
-        int32 `[rows, topk]`.
+    Hostile rows have indices out of range too, the largest and the smallest among
+    them. Offset and padding are columns of the storage before and after the rows'.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shape = (rows, offset + topk + padding)

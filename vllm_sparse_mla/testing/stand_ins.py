@@ -34,13 +34,11 @@ def noted_attention(
     attend: Callable[..., Any] | None = None,
     cache_ops: bool = True,
 ) -> Iterator[None]:
-    """Run a layer's outside calls on what this device has.
+    """Run a layer's outside calls on what this device has, and note those of attention.
 
-    Args:
-        calls: gets a note of each attention call.
-        attend: takes FA4's keyword arguments in its place; None is the real FA4.
-        cache_ops: the paged-cache gathers and the LSE merge run on vLLM's CUDA
-            kernels, else on the reference.
+    ``attend`` takes FA4's keyword arguments in its place; without it FA4 runs. Unless
+    ``cache_ops`` run on vLLM's CUDA kernels, the gathers of the paged cache and the LSE
+    merge are the reference's.
     """
     package = importlib.import_module("vllm.vllm_flash_attn")
     attend = attend or package.flash_attn_varlen_func

@@ -35,15 +35,18 @@ def plan_step(
 ) -> Any:
     """Metadata of a step, as vLLM's builder plans it.
 
+    Lengths are those of the prefill requests, whose contexts the cache holds; decode
+    requests of one token go in front of them.
+
     Args:
-        query_lens: new tokens of each prefill request.
-        context_lens: tokens of each that the cache holds.
+        query_lens: new tokens of each.
+        context_lens: cached tokens of each.
         block_table: int32 `[requests, blocks]`, on the device that attends.
         block_size: tokens of a block.
         topk: keys that the indexer keeps for a query.
         context_workspace: `[tokens, latent_dim]`, gets the chunks of contexts.
         mask_workspace: int32 `[words]`, gets the masks.
-        decodes: decode requests of one token in front of the prefills.
+        decodes: how many.
         cls: class of the metadata; None is the base class.
     """
     from vllm.model_executor.layers.attention import sparse_mla_attention as layer
@@ -97,23 +100,14 @@ def plan_step(
 
 @dataclass(frozen=True)
 class Step:
-    """One scheduler step: metadata, and the tokens of its prefill requests.
+    """One scheduler step: metadata, and the tokens of its prefill requests."""
 
-    Attributes:
-        spans: ``(prompt, start, stop)`` of each request.
-        metadata: what the layer gets.
-        q: `[tokens, num_heads, qk_head_dim]`.
-        latents: `[tokens, latent_dim]`.
-        topk: int32 `[tokens, index_topk]`.
-        mask: the mask workspace.
-    """
-
-    spans: tuple[tuple[int, int, int], ...]
-    metadata: Any
-    q: torch.Tensor
-    latents: torch.Tensor
-    topk: torch.Tensor
-    mask: GuardedMask
+    spans: tuple[tuple[int, int, int], ...]  # ``(prompt, start, stop)`` of each request
+    metadata: Any  # what the layer gets
+    q: torch.Tensor  # `[tokens, num_heads, qk_head_dim]`
+    latents: torch.Tensor  # `[tokens, latent_dim]`
+    topk: torch.Tensor  # int32 `[tokens, index_topk]`
+    mask: GuardedMask  # the mask workspace
 
     def write_topk(self, buffer: torch.Tensor) -> None:
         """Put the rows behind those of the decodes, which all ask for key 0."""
@@ -166,12 +160,12 @@ class World:
         attend: Callable[..., Any] | None = None,
         config: Any = None,
     ) -> None:
-        """Draws the prompts and makes the layer.
+        """Draws the prompts and makes the layer, the smallest that the device can run.
 
         Args:
             device: where everything lies.
             prompt_lens: tokens of each prompt.
-            dims: of the layer; None takes the smallest that the device can run.
+            dims: of another layer.
             block_size: tokens of a block of the cache.
             seed: of all that is drawn.
             max_tokens: rows of the indexer's buffer.
@@ -255,13 +249,9 @@ class World:
     ) -> Step:
         """Plan a step as vLLM's metadata builder does.
 
-        Args:
-            spans: ``(prompt, start, stop)`` of each prefill request.
-            decodes: decode requests of one token in front of them.
-            chunk_rows: tokens of the context workspace.
-            mask_words: size of the mask workspace; None fits the whole mask.
-            mask: a mask workspace to use instead of a new one.
-            metadata_cls: class of the metadata; None is the base class.
+        A span is a prefill request, ``(prompt, start, stop)``; decode requests of one
+        token go in front of them. ``chunk_rows`` are tokens of the context workspace,
+        ``mask_words`` those of a new mask workspace: None fits the whole mask.
         """
         prompts, starts, stops = zip(*spans)
         if mask is None:
@@ -286,13 +276,7 @@ class World:
         metadata: Any,
         mask: GuardedMask,
     ) -> Step:
-        """A step by metadata that is there, its masks in another workspace.
-
-        Args:
-            spans: ``(prompt, start, stop)`` of each of its prefill requests.
-            metadata: for all of its requests.
-            mask: the workspace.
-        """
+        """A step by metadata that is there, for all its requests, and a workspace."""
         prefill = replace(metadata.prefill, topk_mask_workspace=mask.words)
 
         def pick(per_prompt: list[torch.Tensor]) -> torch.Tensor:
@@ -340,11 +324,7 @@ class World:
             rows[slots] = self.rows[prompt][: len(tokens)]
 
     def run(self, step: Step, impl: Any = None, write_topk: bool = True):
-        """One layer step into an output full of NaN.
-
-        Returns:
-            ``[tokens, heads, v_head_dim]``.
-        """
+        """One layer step into an output of NaN: ``[tokens, heads, v_head_dim]``."""
         impl = impl or self.impl
         self.write_cache(step)
         if write_topk:
