@@ -86,25 +86,3 @@ def test_the_worst_step_is_named(costs, steps):
         for step in steps
     }
     assert worst["worst step / better way"] == pytest.approx(max(ratios.values()), 0.01)
-
-
-@pytest.mark.parametrize(
-    ("dims", "backend", "kv_cache_dtype", "message"),
-    [
-        ((192, 128), BACKEND, "fp8_ds_mla", "no coefficients of a GPU for masked MHA"),
-        ((192, 128), "OTHER", "auto", "no coefficients of a GPU for OTHER"),
-        ((256, 256), BACKEND, "auto", "at 256/256"),
-    ],
-)
-def test_what_was_not_measured_is_refused(
-    costs, dims, backend, kv_cache_dtype, message
-):
-    with pytest.raises(ValueError, match=message):
-        estimate.make_estimate(costs, *dims, backend, kv_cache_dtype, 16, 2048)
-
-
-def test_coefficients_of_other_terms_are_refused(costs):
-    ways = {MASKED: {"auto": {"launches": 1.0}}}
-    other = costs | {"microseconds": {"192/128": ways}}
-    with pytest.raises(ValueError, match="must be those of"):
-        estimate.make_estimate(other, 192, 128, BACKEND, "auto", 16, 2048)

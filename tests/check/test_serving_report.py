@@ -342,10 +342,3 @@ def test_an_unreadable_config_is_refused(tmp_path, content):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match="--model"):
         resolve_launch(str(path), 1, "auto")
-
-
-def test_an_unknown_kv_cache_dtype_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="--kv-cache-dtype must be one of auto, .*bogus"
-    ):
-        resolve_launch(str(tmp_path), 1, "bogus")
