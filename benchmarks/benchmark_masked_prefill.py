@@ -119,7 +119,11 @@ def measure(
     backends: dict[str, type],
     context_splits: Sequence[int],
 ) -> list[dict]:
-    """Check, then time the ways of a step."""
+    """Check, then time the ways of a step.
+
+    Raises:
+        CheckFailed: see `usable_ways`.
+    """
     prefill, dims = Prefill(step, torch.device("cuda")), step.dims
     ways, differences = usable_ways(prefill, backends, context_splits)
     calls = 1 if step.queries * dims.num_heads >= LONG_STEP else 4

@@ -128,7 +128,11 @@ def attend(
 
 
 def check(inputs: Inputs, found: dict[str, Callable]) -> str:
-    """Compare the callbacks' outputs; says with what, and what came out."""
+    """Compare the callbacks' outputs; says with what, and what came out.
+
+    Raises:
+        CheckFailed: they do not agree.
+    """
     case = inputs.case
     if OURS not in found:
         return ""
@@ -154,7 +158,11 @@ def check(inputs: Inputs, found: dict[str, Callable]) -> str:
 
 
 def measure(case: Case, repeat: int) -> list[dict]:
-    """Check, then time the variants of a case."""
+    """Check, then time the variants of a case.
+
+    Raises:
+        CheckFailed: see `check`.
+    """
     torch.manual_seed(0)
     inputs = Inputs(case, num_buffers, torch.device("cuda"))
     found = callbacks(case)

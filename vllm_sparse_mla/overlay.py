@@ -36,7 +36,11 @@ UPSTREAM_PREFIX = "_upstream_"
 
 
 def overlay_root() -> Path:
-    """Folder that holds the overlay's ``vllm/`` tree: package data, or a checkout."""
+    """Folder that holds the overlay's ``vllm/`` tree: package data, or a checkout.
+
+    Raises:
+        RuntimeError: if there is neither.
+    """
     here = Path(__file__).resolve().parent
     for root in (here / "_overlay", here.parent):
         # With an __init__.py it is not the overlay but vLLM itself.
@@ -206,6 +210,9 @@ class OverlayFinder(MetaPathFinder):
             root: folder below which ``OverlaidFile.path`` lies.
             package_dir: folder of the installed package.
             on_load: called each time that a module of the overlay is looked up.
+
+        Raises:
+            FileNotFoundError: if the overlay tree lacks one of the files.
         """
         self.files = tuple(files)
         self._on_load = on_load

@@ -23,6 +23,9 @@ async def compare_answers(
 
     Returns:
         By length and variant, columns for the rows of a table.
+
+    Raises:
+        RuntimeError: Some do not agree; the message names them.
     """
     complaints, columns = [], {}
     for length in with_progress(lengths, "comparing answers"):

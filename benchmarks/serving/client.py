@@ -217,7 +217,11 @@ async def stream(
 async def burst(
     session: aiohttp.ClientSession, url: str, length: int, count: int, salt: str
 ) -> list[float]:
-    """Milliseconds to the first token of ``count`` requests sent at once."""
+    """Milliseconds to the first token of ``count`` requests sent at once.
+
+    Raises:
+        RuntimeError: One failed.
+    """
     answers = await asyncio.gather(
         *(
             stream(session, url, make_prompt(length, seed=i), 1, salt=f"{salt} {i}")

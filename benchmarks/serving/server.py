@@ -59,7 +59,11 @@ def compile_arguments() -> tuple[str, ...]:
 
 
 def variant_environment(variant: str) -> dict[str, str]:
-    """Environment that makes one installation serve as ``variant``."""
+    """Environment that makes one installation serve as ``variant``.
+
+    Raises:
+        ValueError: ``variant`` is not one of ``VARIANTS``.
+    """
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {VARIANTS}, got {variant!r}.")
     if variant == "stock":

@@ -100,7 +100,12 @@ def compile_callbacks(
 ) -> list[CallbackResult]:
     """Cross-compile FA4 with each callback; takes no GPU.
 
-    ``progress`` is called with each record, from other threads, as it comes.
+    Args:
+        progress: called with each record, from other threads, as it comes.
+
+    Raises:
+        CodegenError: if a variant does not compile.
+        DisassemblerMissing: if Triton's disassembler is not installed.
     """
     return [
         judge_record(record)

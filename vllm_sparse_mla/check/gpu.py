@@ -25,6 +25,9 @@ def stand_in_for_gpu(capability: tuple[int, int]) -> None:
     Only what vLLM asks its platform is answered: enough to resolve a configuration and
     an attention backend, nothing runs. Comes before anything that asks for vLLM's
     platform, so the process can serve nothing else.
+
+    Raises:
+        RuntimeError: if vLLM has looked for a platform already.
     """
     from vllm import platforms
     from vllm.platforms.interface import DeviceCapability

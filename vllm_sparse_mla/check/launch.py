@@ -48,7 +48,11 @@ class Launch:
 
 @contextmanager
 def _model_folder(model: str) -> Iterator[str]:
-    """The folder that vLLM can read a model's configuration from."""
+    """The folder that vLLM can read a model's configuration from.
+
+    Raises:
+        ValueError: if there is no configuration, or it is not a JSON object.
+    """
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

@@ -205,7 +205,14 @@ def report_serving(
 ) -> ServingReport:
     """Answer for one launch, in a process that `gpu.stand_in_for_gpu` has prepared.
 
-    Arguments are as of `resolve_launch`, and the GPU's compute capability.
+    Args:
+        model: its folder or `config.json`.
+        tensor_parallel_size: as `vllm serve` will get it.
+        kv_cache_dtype: as `vllm serve` will get it.
+        capability: the GPU's compute capability.
+
+    Raises:
+        ValueError: an argument that makes no sense.
     """
     gpu = "sm_{}{}".format(*capability)
     asked = (model, gpu, tensor_parallel_size, kv_cache_dtype)

@@ -34,12 +34,19 @@ def callback_words(
 ) -> torch.Tensor:
     """Call ``mask_mod`` on a GPU for every request, row and group of 128 columns.
 
-    Group ``g`` begins at column ``g * column_step``. ``mask``, int32 [batch, rows,
-    words], and ``key_starts``, int32 [batch], if given are the aux tensors.
+    Args:
+        mask_mod: callback whose ``__vec_size__`` is 32, 64 or 128.
+        mask: int32 [batch, rows, words] on a CUDA device, the first aux tensor.
+        num_groups: groups of 128 columns.
+        key_starts: int32 [batch], the second aux tensor if given.
+        column_step: group ``g`` begins at column ``g * column_step``.
 
     Returns:
         int32 [batch, rows, num_groups, 4]; bit ``j`` of word ``i`` of a group is the
         callback's answer for column ``first + 32 * i + j``.
+
+    Raises:
+        ValueError: if ``mask`` is not on a CUDA device.
     """
     if not mask.is_cuda:
         raise ValueError(f"mask must be on a CUDA device, got {mask.device}")
@@ -53,8 +60,15 @@ def callback_words(
 def compile_callback_kernel(mask_mod: Callable | None, with_key_starts: bool):
     """Compile the kernel for one callback, for the DSL's target.
 
-    Without a callback it writes constant words. It is a function of ``(mask,
-    key_starts, words, column_step)``.
+    Args:
+        mask_mod: callback, or None for a kernel that writes constant words.
+        with_key_starts: whether there is a second aux tensor.
+
+    Returns:
+        A function of ``(mask, key_starts, words, column_step)``.
+
+    Raises:
+        ValueError: if the callback is not packed.
     """
     vec_size = getattr(mask_mod, "__vec_size__", 1)
     if mask_mod is not None and vec_size not in (32, 64, GROUP):

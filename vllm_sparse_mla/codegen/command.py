@@ -86,7 +86,11 @@ def command(
 
 
 def _resolve(callback: str) -> str:
-    """Make the path of FILE.py:FUNCTION absolute: workers run elsewhere."""
+    """Make the path of FILE.py:FUNCTION absolute: workers run elsewhere.
+
+    Raises:
+        ValueError: if there is no such file, or the file does not have that name.
+    """
     file, colon, function = callback.rpartition(":")
     if not colon:
         return callback
@@ -101,7 +105,11 @@ def _resolve(callback: str) -> str:
 def _choose(
     target: str, names: tuple[str, ...] | None, every: bool, alone: bool
 ) -> list[Variant]:
-    """The variants to compile for one target."""
+    """The variants to compile for one target.
+
+    Raises:
+        ValueError: if the target's kernel cannot run one of ``names``.
+    """
     if target.startswith("sm_90"):
         names = names or _SM90_CALLBACKS
         refused = set(names) & set(CALLBACKS) - set(_SM90_CALLBACKS)

@@ -45,7 +45,11 @@ class Cubin:
 
 
 def find_tool(name: str) -> Path:
-    """Path of ``nvdisasm`` or ``cuobjdump``, without importing Triton."""
+    """Path of ``nvdisasm`` or ``cuobjdump``, without importing Triton.
+
+    Raises:
+        DisassemblerMissing: if the installed Triton has none.
+    """
     spec = importlib.util.find_spec("triton")
     folders = (spec.submodule_search_locations or []) if spec else []
     for folder in folders:

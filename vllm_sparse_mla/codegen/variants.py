@@ -88,7 +88,11 @@ class Variant:
 
 
 def check_arch(arch: str) -> str:
-    """Return ``arch`` if it names a target that FA4 and the DSL know."""
+    """Return ``arch`` if it names a target that FA4 and the DSL know.
+
+    Raises:
+        ValueError: otherwise.
+    """
     if not _ARCH.fullmatch(arch):
         raise ValueError(
             "arch must look like sm_100a (sm_90, 100, 103, 110 or 120, with an "

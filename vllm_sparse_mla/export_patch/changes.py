@@ -37,7 +37,11 @@ _RULES = {
 
 
 def installed_vllm_root() -> Path:
-    """Folder that holds the installed ``vllm`` package."""
+    """Folder that holds the installed ``vllm`` package.
+
+    Raises:
+        ValueError: If none is installed.
+    """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ValueError("no vLLM is installed: name its source tree with --upstream")
@@ -89,6 +93,9 @@ def collect_vllm_sources(root: Path, suite: Suite | None) -> list[Source]:
     Args:
         root: Folder that holds upstream's ``vllm/``, and ``tests/`` in a source tree.
         suite: Tests to add; None for none.
+
+    Raises:
+        ValueError: If upstream lacks a file.
     """
     sources = [
         _source(root, file)
@@ -106,5 +113,9 @@ def collect_vllm_sources(root: Path, suite: Suite | None) -> list[Source]:
 
 
 def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
-    """Changes of vLLM's own files; arguments as of ``collect_vllm_sources``."""
+    """Changes of vLLM's own files; arguments as of ``collect_vllm_sources``.
+
+    Raises:
+        ValueError: If upstream lacks a file or has no place for a definition.
+    """
     return [source.change() for source in collect_vllm_sources(root, suite)]

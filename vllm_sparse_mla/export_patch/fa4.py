@@ -164,6 +164,9 @@ def fa4_series(root: Path, tests: Path | None) -> list[Patch]:
         root: Folder that holds ``flash_attn/cute``, or ``vllm/`` with the copy that
             vLLM vendors. Paths and names in the patches are the repository's.
         tests: Folder of this repository's tests; None to add none.
+
+    Raises:
+        ValueError: If FA4 lacks a file or has no place for a change.
     """
     diagonal = _edited(root, DIAGONAL_EDITS)
     after_diagonal = {change.path: change.after for change in diagonal}

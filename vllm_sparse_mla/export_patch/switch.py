@@ -45,7 +45,15 @@ def _entry(name: str) -> list[str]:
 
 
 def declare_switches(before: str, names: Collection[str]) -> str:
-    """Add some of ``VARIABLES`` to the text of ``vllm/envs.py``."""
+    """Add variables to ``vllm/envs.py``.
+
+    Args:
+        before: Upstream's text.
+        names: Some of ``VARIABLES``.
+
+    Raises:
+        ValueError: If the text has no table of variables.
+    """
     lines = before.split("\n")
     declared: ast.stmt | None = None
     last_entry: ast.expr | None = None

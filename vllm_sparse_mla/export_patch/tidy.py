@@ -13,6 +13,10 @@ _CONFIG = 'lint.isort.known-first-party=["tests", "vllm"]'
 def tidy(text: str, formatted: bool = True) -> str:
     """Drop unused imports; sort the others and lay the file out, if ``formatted``.
 
+    Args:
+        text: A Python file.
+        formatted: Whether upstream formats the file as ruff does, with 88 columns.
+
     Raises:
         ValueError: If ruff is not installed, or cannot read the file.
     """
@@ -22,7 +26,16 @@ def tidy(text: str, formatted: bool = True) -> str:
 
 
 def layout(text: str, line_length: int, like: str) -> str:
-    """Format a file to so many columns, if ``like``, the one before its change, is."""
+    """Format a file, if the one before its change is formatted so.
+
+    Args:
+        text: A Python file.
+        line_length: Columns.
+        like: The file before.
+
+    Raises:
+        ValueError: As ``tidy``.
+    """
     command = ("format", "--line-length", str(line_length))
     return _ruff(text, *command) if _ruff(like, *command) == like else text
 

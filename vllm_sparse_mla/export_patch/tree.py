@@ -110,7 +110,11 @@ class Binding:
 
 
 def bindings(tree: cst.Module) -> Iterator[Binding]:
-    """Names bound by a file's top-level imports, guarded by TYPE_CHECKING or not."""
+    """Names bound by a file's top-level imports, guarded by TYPE_CHECKING or not.
+
+    Raises:
+        ValueError: If an import is relative.
+    """
     for node in tree.body:
         if m.matches(node, IMPORT | TYPE_CHECKING):
             for statement in m.findall(node, m.Import() | m.ImportFrom()):

@@ -51,7 +51,12 @@ class Prefixes:
     """States of vLLM's files after the first patches of a series."""
 
     def __init__(self, steps: Sequence[Step], sources: Sequence[Source]) -> None:
-        """Assigns each definition to a patch."""
+        """Assigns each definition to a patch.
+
+        Raises:
+            ValueError: If a definition is in no patch, or the table names one that is
+                not there.
+        """
         self.steps = steps
         self.sources = sorted(sources, key=lambda source: source.path)
         self._texts: dict[tuple, str | None] = {}
@@ -141,7 +146,12 @@ class Prefixes:
 
 
 def vllm_series(root: Path, suite: Suite | None) -> list[Patch]:
-    """The series; arguments as of ``collect_vllm_sources``."""
+    """The series; arguments as of ``collect_vllm_sources``.
+
+    Raises:
+        ValueError: If upstream lacks a file or has no place for a definition, or the
+            table is not about what is there.
+    """
     return Prefixes(read_table(), collect_vllm_sources(root, suite)).patches()
 
 

@@ -22,6 +22,9 @@ def load_file(path: Path) -> ModuleType:
     """Execute a Python file under a private name, once.
 
     The module in use is not touched, and several files can be compared in one process.
+
+    Raises:
+        ValueError: ``path`` is not a Python file.
     """
     name = f"_sparse_mla_{path.stem}_{abs(hash(path))}"
     spec = importlib.util.spec_from_file_location(name, path)

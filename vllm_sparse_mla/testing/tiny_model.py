@@ -329,7 +329,16 @@ def _lean_to_successors(tensors: dict[str, torch.Tensor], spec: ModelSpec) -> No
 
 
 def write_model(folder: str | Path, name: str, *, seed: int = 0) -> Path:
-    """Write a model of ``SPECS`` into a folder, which is made where missing."""
+    """Write the model ``name`` into ``folder`` and return the folder.
+
+    Args:
+        folder: Created if missing; files of the same name are replaced.
+        name: A key of ``SPECS``.
+        seed: Any non-negative integer.
+
+    Raises:
+        ValueError: ``name`` is unknown.
+    """
     spec = get_spec(name)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

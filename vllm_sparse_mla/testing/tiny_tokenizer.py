@@ -23,7 +23,12 @@ _CHAT_TEMPLATE = (
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly ``vocab_size`` tokens."""
+    """A byte-level BPE of exactly ``vocab_size`` tokens.
+
+    Raises:
+        ValueError: ``vocab_size`` is too small for the bytes, or larger than the
+            pairs of letters fill.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = string.ascii_lowercase + _SPACE + "I"
     pairs = list(itertools.product(letters, repeat=2))
