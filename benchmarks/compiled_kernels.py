@@ -15,7 +15,12 @@ from pathlib import Path
 
 from vllm_sparse_mla.codegen import Variant, compile_variants
 from vllm_sparse_mla.codegen.records import LONG
-from vllm_sparse_mla.codegen.variants import every_variant, short_list
+from vllm_sparse_mla.codegen.variants import (
+    SM90_CALLBACKS,
+    every_variant,
+    runs_on_sm90,
+    short_list,
+)
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
@@ -34,13 +39,8 @@ def sm100_variants() -> list[Variant]:
 
 def sm90_variants() -> list[Variant]:
     """FA4's kernels with what SM90 runs: scalar callbacks, not causal, and ours."""
-    variants = every_variant(("none", "word32_scalar", "dense", "offset"))
-    return [
-        variant
-        for variant in variants
-        if variant.batch == 1
-        and not (variant.causal and variant.callback == "word32_scalar")
-    ]
+    variants = every_variant(SM90_CALLBACKS)
+    return [v for v in variants if v.batch == 1 and runs_on_sm90(v)]
 
 
 def main() -> None:

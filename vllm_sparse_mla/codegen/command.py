@@ -17,9 +17,11 @@ from vllm_sparse_mla.codegen.records import CodegenRecord
 from vllm_sparse_mla.codegen.table import show_records
 from vllm_sparse_mla.codegen.variants import (
     CALLBACKS,
+    SM90_CALLBACKS,
     Variant,
     check_arch,
     every_variant,
+    runs_on_sm90,
     short_list,
 )
 from vllm_sparse_mla.tables import make_console
@@ -28,9 +30,6 @@ _HELP_CALLBACK = (
     f"{', '.join(CALLBACKS)}, or FILE.py:FUNCTION; repeatable. Default: all that the "
     "target can run."
 )
-
-# Stock FA4 takes only scalar callbacks there, and the overlay adds ours.
-_SM90_CALLBACKS = ("none", "word32_scalar", "dense", "offset")
 
 
 def command(
@@ -111,11 +110,11 @@ def _choose(
         ValueError: if the target's kernel cannot run one of ``names``.
     """
     if target.startswith("sm_90"):
-        names = names or _SM90_CALLBACKS
-        refused = set(names) & set(CALLBACKS) - set(_SM90_CALLBACKS)
+        names = names or SM90_CALLBACKS
+        refused = set(names) & set(CALLBACKS) - set(SM90_CALLBACKS)
         if refused and not alone:
             raise ValueError(
-                f"FA4 for {target} runs {', '.join(_SM90_CALLBACKS)} or "
+                f"FA4 for {target} runs {', '.join(SM90_CALLBACKS)} or "
                 f"FILE.py:FUNCTION, got {', '.join(sorted(refused))}"
             )
     if alone:
@@ -125,7 +124,4 @@ def _choose(
         packed = [v for v in variants if v.callback != "word32_scalar"]
         return [replace(variant, alone=True) for variant in packed]
     chosen = every_variant(names) if every else short_list(names)
-    if target.startswith("sm_90"):
-        # Under causal masking FA4 would ignore a scalar callback.
-        chosen = [v for v in chosen if not (v.causal and v.callback == "word32_scalar")]
-    return chosen
+    return list(filter(runs_on_sm90, chosen)) if target.startswith("sm_90") else chosen

@@ -122,6 +122,15 @@ def every_variant(callbacks: tuple[str, ...] | None = None) -> list[Variant]:
     return variants
 
 
+#: What FA4 runs on SM90, where stock takes scalar callbacks and the overlay adds ours.
+SM90_CALLBACKS = ("none", "word32_scalar", "dense", "offset")
+
+
+def runs_on_sm90(variant: Variant) -> bool:
+    """Whether FA4 applies the callback: beside ``causal`` it ignores a scalar one."""
+    return not (variant.causal and variant.callback == "word32_scalar")
+
+
 def short_list(callbacks: tuple[str, ...] | None = None) -> list[Variant]:
     """The variants with LSE and one request: what the command shows by default."""
     return [v for v in every_variant(callbacks) if v.lse and v.batch == 1]

@@ -83,23 +83,17 @@ class TraceCount:
         """Count FA4's applications of a mask to a tile of scores."""
         from vllm.vllm_flash_attn.cute.mask import AttentionMask
 
-        names = ("apply_mask", "apply_mask_sm100")
-        originals = {name: getattr(AttentionMask, name) for name in names}
-
-        def replacement(original):
+        def counted(original):
             def apply(mask, *args, **kwargs):
                 self.applications += kwargs.get("mask_mod") is not None
                 return original(mask, *args, **kwargs)
 
             return apply
 
-        for name, original in originals.items():
-            setattr(AttentionMask, name, replacement(original))
-        try:
+        names = ("apply_mask", "apply_mask_sm100")
+        replaced = {name: counted(getattr(AttentionMask, name)) for name in names}
+        with patch.multiple(AttentionMask, **replaced):
             yield
-        finally:
-            for name, original in originals.items():
-                setattr(AttentionMask, name, original)
 
 
 @contextmanager
