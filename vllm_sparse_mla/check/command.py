@@ -124,7 +124,13 @@ def _prepare(
     with ThreadPoolExecutor() as pool:
         new_process = pool.submit(environment.new_process_overlay_state)
         has_gpu = environment.prepare_process(capability)
-        return environment.report_environment(new_process.result()), has_gpu
+        report = environment.EnvironmentReport(
+            environment.package_versions(),
+            environment.device_description(),
+            environment.overlay_state(),
+            new_process.result(),
+        )
+        return report, has_gpu
 
 
 def _run(
@@ -248,7 +254,7 @@ def _answer_for_model(
             env, _ = _prepare(progress, capability)
             serving = None
             # Stock vLLM has not what decides.
-            if env.here.active:
+            if env.overlay.active:
                 from vllm_sparse_mla.check.serving_report import report_serving
 
                 progress("asking vLLM")

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,25 +151,12 @@ class EnvironmentReport:
 
     versions: dict[str, str]
     device: str
-    here: OverlayState
-    new_process: OverlayState
+    overlay: OverlayState
+    overlay_in_new_process: OverlayState
 
     @property
     def ok(self) -> bool:
-        return self.here.active and self.new_process.active
+        return self.overlay.active and self.overlay_in_new_process.active
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "versions": self.versions,
-            "device": self.device,
-            "overlay": vars(self.here),
-            "overlay_in_new_process": vars(self.new_process),
-        }
-
-
-def report_environment(new_process: OverlayState) -> EnvironmentReport:
-    """Gather the report; `new_process` comes from `new_process_overlay_state`."""
-    return EnvironmentReport(
-        package_versions(), device_description(), overlay_state(), new_process
-    )
+        return {"ok": self.ok} | asdict(self)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from vllm_sparse_mla.codegen.table import columns
 from vllm_sparse_mla.tables import make_table
 
 # These import vLLM, which the process has to be prepared for first.
@@ -35,8 +36,10 @@ def print_environment(console: Console, report: "EnvironmentReport") -> None:
     versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
     console.print(f"Versions: {versions}", markup=False)
     console.print(f"Device: {report.device}", markup=False)
-    console.print(f"Overlay here: {_overlay_line(report.here)}")
-    console.print(f"Overlay in a new process: {_overlay_line(report.new_process)}")
+    console.print(f"Overlay here: {_overlay_line(report.overlay)}")
+    console.print(
+        f"Overlay in a new process: {_overlay_line(report.overlay_in_new_process)}"
+    )
 
 
 def print_steps(console: Console, title: str, results: "Sequence[StepResult]") -> None:
@@ -69,26 +72,19 @@ def print_steps(console: Console, title: str, results: "Sequence[StepResult]") -
 
 def print_callbacks(console: Console, results: "Sequence[CallbackResult]") -> None:
     """Print the mask's loads in each compiled kernel."""
+    names = ("SASS", "applied", "mask loads", "LDL+STL")
     table = make_table(
         console,
         f"FA4 forward, 192/128, cross-compiled for {results[0].record.target}: loads "
         "that the mask adds",
-        "Callback",
-        "Causal",
-        "instructions",
-        "mask applications",
-        "128-bit loads",
-        "32-bit loads",
-        "local memory",
-        "Verdict",
+        *("Callback", "Causal", *names, "Verdict"),
     )
     for result in results:
-        record = result.record
-        numbers = (record.instructions, record.applications, *result.loads)
+        variant, found = result.record.variant, columns(result.record)
         table.add_row(
-            record.variant.callback_label,
-            "yes" if record.variant.causal else "no",
-            *map(str, (*numbers, record.local_opcodes)),
+            variant.callback_label,
+            "yes" if variant.causal else "no",
+            *(found[name] for name in names),
             verdict(result.ok, result.problem) if result.judged else "to compare",
         )
     console.print(table)
