@@ -34,26 +34,6 @@ def test_every_byte_means_what_pytorch_says(kv_cache_dtype):
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "byte", "value"),
-    [
-        ("fp8_e4m3", 0b0_0111_000, 1.0),
-        ("fp8_e4m3", 0b1_1000_100, -3.0),
-        ("fp8_e4m3", 0b0_1111_110, 448.0),
-        ("fp8_e4m3", 0b0_0000_001, 2.0**-9),
-        ("fp8", 0b0_0110_111, 0.9375),
-        ("fp8_e5m2", 0b0_01111_00, 1.0),
-        ("fp8_e5m2", 0b1_11110_11, -57344.0),
-        ("fp8_e5m2", 0b0_00000_01, 2.0**-16),
-    ],
-)
-def test_bytes_by_hand(kv_cache_dtype, byte, value):
-    rows = torch.tensor([[byte]], dtype=torch.uint8)
-    scale = torch.tensor([0.25])
-    found = kv_cache.read_latents(rows, kv_cache_dtype, scale)
-    assert found.tolist() == [[value / 4]]
-
-
 def test_a_row_of_fp8_ds_mla_by_hand():
     one, minus_three = 0b0_0111_000, 0b1_1000_100
     codes = bytes([one] * 128 + [minus_three] * 128 + [0] * 255 + [one])
