@@ -28,7 +28,7 @@ from result_sections import ALL_KERNELS, FIRST_TOKEN, profile_groups, profile_to
 from serving.answers import compare_answers
 from serving.client import burst, open_session
 from serving.profiler import Kernel, profiler_arguments, profiling, read_trace
-from serving.server import compile_arguments
+from serving.server import NO_COMPILE
 from serving.servers import add_server_options, running_servers, setting_of
 
 WARM_UP_ROUNDS = 2
@@ -118,7 +118,7 @@ def main() -> None:
             args,
             max_model_len=longest + 256,
             max_num_batched_tokens=longest,
-            extra_args=(*compile_arguments(), *profiler_arguments(Path(traces))),
+            extra_args=(*NO_COMPILE, *profiler_arguments(Path(traces))),
         ) as (servers, _),
     ):
         ttft, kernels = asyncio.run(

@@ -40,7 +40,7 @@ from bench_common import plain_parser, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
 from serving.rounds import Round, compared_rows, finish, percentiles, run_rounds
-from serving.server import Server, compile_arguments
+from serving.server import NO_COMPILE, Server
 from serving.servers import add_server_options, parse_comparison, running_servers
 
 CONVERSATIONS = 30
@@ -220,7 +220,7 @@ def main() -> None:
         args,
         max_model_len=MAX_MODEL_LEN,
         kv_cache_gib=KV_CACHE_GIB,
-        extra_args=(*compile_arguments(), "--api-server-count", str(args.api_servers)),
+        extra_args=(*NO_COMPILE, "--api-server-count", str(args.api_servers)),
     ) as (servers, folders):
         found = asyncio.run(
             measure(servers, folders, args.turn_tokens, args.rounds, args.prompts)

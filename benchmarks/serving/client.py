@@ -15,6 +15,7 @@ import aiohttp
 from serving.server import MODEL_NAME
 
 REQUEST_TIMEOUT_S = 180.0
+VOCAB_SIZE = 1024  # of every tiny model
 
 
 @dataclass
@@ -52,10 +53,10 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-def make_prompt(length: int, seed: int, *, vocab_size: int = 1024) -> list[int]:
+def make_prompt(length: int, seed: int) -> list[int]:
     """``length`` random token ids, the two special ones left out."""
     generator = random.Random(seed)
-    return [generator.randrange(2, vocab_size) for _ in range(length)]
+    return [generator.randrange(2, VOCAB_SIZE) for _ in range(length)]
 
 
 def _body(prompt: list[int] | str, max_tokens: int, salt: str | None) -> dict:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from serving import request_sets, scenario
 from serving.scenario import Answers
-from serving.server import Server, compile_arguments
+from serving.server import NO_COMPILE, Server
 
 # One dense layer and two of experts, three layers on two indexers, an MTP layer.
 MODEL = "tiny-moe"
@@ -68,7 +68,7 @@ def _many(piece: int, budget: int, *, masked: bool) -> Launch:
     return Launch(
         f"long-prefill-{piece}",
         # Graphs of batches of up to 256 requests would take longest of all.
-        (*compile_arguments(), "--long-prefill-token-threshold", str(piece)),
+        (*NO_COMPILE, "--long-prefill-token-threshold", str(piece)),
         token_budget=budget,
         max_num_seqs=request_sets.MANY,
         masked=masked,

@@ -25,8 +25,9 @@ import psutil
 VARIANTS = ("stock", "patched", "opt-in")
 MODEL_NAME = "model"
 
-# As vLLM's `--enforce-eager`, but with JIT warm-up and the JIT monitor left on.
-_NO_COMPILE = ("-cc", '{"mode": 0, "cudagraph_mode": "NONE"}')
+# Keeps start-up short: no torch.compile and no CUDA graphs, as with vLLM's
+# `--enforce-eager`, but with JIT warm-up and the JIT monitor left on.
+NO_COMPILE = ("-cc", '{"mode": 0, "cudagraph_mode": "NONE"}')
 
 # NVLink multicast is a property of the host that a test must not depend on.
 _NO_MULTICAST = {
@@ -46,16 +47,6 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
-
-
-def compile_arguments() -> tuple[str, ...]:
-    """Arguments that keep start-up short: no torch.compile and no CUDA graphs.
-
-    ``SPARSE_MLA_SERVE_EAGER=1`` makes it vLLM's ``--enforce-eager``, which turns
-    JIT warm-up and the JIT monitor off too, for where warm-up cannot run.
-    """
-    eager = os.environ.get("SPARSE_MLA_SERVE_EAGER") == "1"
-    return ("--enforce-eager",) if eager else _NO_COMPILE
 
 
 def variant_environment(variant: str) -> dict[str, str]:
@@ -93,7 +84,7 @@ class Server:
     tokenizer: bool = False
     several_gpus: bool = False  # whether ``extra_args`` ask for more GPUs than one
     # Further command line arguments.
-    extra_args: Sequence[str] = field(default_factory=compile_arguments)
+    extra_args: Sequence[str] = NO_COMPILE
     # Further environment variables.
     extra_env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
@@ -131,7 +122,7 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if _NO_COMPILE[0] in self.extra_args:
+        if NO_COMPILE[0] in self.extra_args:
             environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
         # Set by CPU test runs; a server wants the GPU and compiled kernels.
         environment.pop("TRITON_INTERPRET", None)

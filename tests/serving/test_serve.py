@@ -69,10 +69,5 @@ def test_each_process_says_that_it_is_active_and_nothing_more_is_compiled(
     answers, servers
 ):
     assert judge.judge_logs(servers, answers) == []
-    # --enforce-eager, where it is asked for, switches what watches for that off.
-    watched = {
-        "Kernel JIT monitor activated" in server.log_text()
-        or "--enforce-eager" in server.extra_args
-        for server in servers.values()
-    }
-    assert watched == {True}
+    for server in servers.values():
+        assert "Kernel JIT monitor activated" in server.log_text()
