@@ -48,16 +48,11 @@ def _unpack_keys(mask: torch.Tensor, key_start: int, num_keys: int) -> torch.Ten
     return (words >> (keys & 31).to(mask.dtype)) & 1 != 0
 
 
-def _head_groups(num_heads: int, numel_per_head: int) -> Iterator[slice]:
-    step = max(1, min(num_heads, _MAX_TEMPORARY_NUMEL // max(numel_per_head, 1)))
-    for start in range(0, num_heads, step):
-        yield slice(start, min(start + step, num_heads))
-
-
-def _query_blocks(q_len: int, numel_per_query: int) -> Iterator[slice]:
-    step = max(1, min(q_len, _MAX_TEMPORARY_NUMEL // max(numel_per_query, 1)))
-    for start in range(0, q_len, step):
-        yield slice(start, min(start + step, q_len))
+def _blocks(count: int, numel_each: int) -> Iterator[slice]:
+    """Parts of ``range(count)``, as many at once as a temporary may hold."""
+    step = max(1, min(count, _MAX_TEMPORARY_NUMEL // max(numel_each, 1)))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
 
 
 def _check_varlen(
@@ -68,19 +63,13 @@ def _check_varlen(
     cu_seqlens_k: torch.Tensor,
 ) -> tuple[list[int], list[int]]:
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    if len(cu_q) != len(cu_k):
+    rise = all(cu == sorted(cu) and cu[0] == 0 for cu in (cu_q, cu_k))
+    fit = cu_q[-1] <= len(q) and cu_k[-1] <= min(len(k), len(v))
+    if len(cu_q) != len(cu_k) or not (rise and fit):
         raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must have one length, got "
-            f"{len(cu_q)} and {len(cu_k)}"
+            "cu_seqlens_q and cu_seqlens_k must have one length and rise from 0 to at "
+            f"most the rows of q, k and v, got {cu_q} and {cu_k}"
         )
-    for name, cu, rows in (
-        ("cu_seqlens_q", cu_q, q.shape[0]),
-        ("cu_seqlens_k", cu_k, min(k.shape[0], v.shape[0])),
-    ):
-        if cu[0] != 0 or cu[-1] > rows or any(a > b for a, b in zip(cu, cu[1:])):
-            raise ValueError(
-                f"{name} must rise from 0 to at most {rows} rows, got {cu}"
-            )
     if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
         raise ValueError(
             "k and v must have one head count that divides q's, got "
@@ -155,14 +144,14 @@ def masked_attention_varlen(
             )
         request_k = _expand_heads(k[k0:k1], num_heads).to(dtype)
         request_v = _expand_heads(v[k0:k1], num_heads).to(dtype)
-        for rows in _query_blocks(q_len, k_len):
+        for rows in _blocks(q_len, k_len):
             keep = q.new_ones((rows.stop - rows.start, k_len), dtype=torch.bool)
             if mask is not None:
                 keep &= _unpack_keys(mask[request, rows], starts[request], k_len)
             if causal:
                 keep = keep.tril(k_len - q_len + rows.start)
             tokens = slice(q0 + rows.start, q0 + rows.stop)
-            for heads in _head_groups(num_heads, keep.numel()):
+            for heads in _blocks(num_heads, keep.numel()):
                 scores = torch.einsum(
                     "qhd,khd->hqk", q[tokens, heads].to(dtype), request_k[:, heads]
                 )
@@ -228,7 +217,7 @@ def gathered_topk_attention(
         request_k = _expand_heads(k[k0:k1], num_heads).to(dtype)
         request_v = _expand_heads(v[k0:k1], num_heads).to(dtype)
         gathered = topk.shape[1] * max(k.shape[2], v.shape[2])
-        for rows in _query_blocks(q1 - q0, gathered):
+        for rows in _blocks(q1 - q0, gathered):
             tokens = slice(q0 + rows.start, q0 + rows.stop)
             keys = topk[tokens].long().sort(dim=-1).values  # [rows, topk]
             valid = (keys >= 0) & (keys < k1 - k0)
@@ -240,7 +229,7 @@ def gathered_topk_attention(
                 valid &= keys <= positions[:, None]
             keys = keys.where(valid, 0)
             has_key = valid.any(dim=-1)
-            for heads in _head_groups(num_heads, keys.shape[0] * gathered):
+            for heads in _blocks(num_heads, keys.shape[0] * gathered):
                 scores = torch.einsum(
                     "qhd,qkhd->qhk",
                     q[tokens, heads].to(dtype),
