@@ -432,6 +432,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             lse = q.new_full((num_heads, num_queries), -math.inf, dtype=torch.float32)
             return output, lse
 
+        # Refers to the prefills, not to the step: that has the walk, and would live on in
+        # a circle.
         def attend(chunk, q, k, v):
             mask, key_starts = self._range_topk_mask(whole_mask, topk, prefill, chunk)
             num_splits = 1
@@ -459,10 +461,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
 
         backend: Any = SimpleNamespace(run_prefill_context_chunk=attend)
         walked.prefill_backend = backend
-        partials = self._compute_prefill_context(q, kv_c_and_k_pe_cache, walk, k_scale)
-        # It refers to the step, which would live on in a circle.
-        walked.prefill_backend = None
-        return partials
+        return self._compute_prefill_context(q, kv_c_and_k_pe_cache, walk, k_scale)
 
     def forward_mha(  # type: ignore[override]
         self,

@@ -17,7 +17,7 @@ def context_walk(attn_metadata: T) -> T:
     """A step's metadata for dense MHA's walk over the chunks of its context.
 
     Made by the first layer that asks; the step's own metadata keeps it for the others.
-    Its prefills have no backend: each layer lends its own, and takes it back.
+    Its prefills have no backend: each layer sets its own.
 
     Args:
         attn_metadata: the step's, some of whose prefills have a context.
