@@ -121,6 +121,35 @@ def test_every_remainder_of_the_context(make_world, report, model, per_range):
         )
 
 
+@pytest.mark.parametrize("in_context", [True, False], ids=["context", "suffix"])
+@pytest.mark.parametrize("per_range", [False, True], ids=["whole", "per-range"])
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_without_any_key_in_a_range(make_world, model, per_range, in_context):
+    world = model_world(make_world, model, 16)
+    spans = [(0, 549, 700), (1, 325, 345)]
+    world.topk[0][::2] = -1
+    world.topk[0][::2, 0] = 3 if in_context else 549
+    world.topk[0][::7] = -1
+    world.topk[1][:] = -1
+    step = make_step(world, spans, chunk_rows=192, per_range=per_range)
+    output = world.run(step)
+    world.assert_right(step, output)
+    without_keys = (step.topk < 0).all(dim=-1)
+    assert without_keys.any() and (output[without_keys] == 0).all()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_both_mask_paths_give_the_same_output(make_world, model):
+    """Also bit for bit: FA4 sees the same keys in the same blocks."""
+    world = model_world(make_world, model, 16)
+    spans = [(0, 325, 400), (1, 600, 700)]
+    whole, ranges = (
+        world.run(make_step(world, spans, chunk_rows=192, per_range=per_range))
+        for per_range in (False, True)
+    )
+    assert torch.equal(whole, ranges)
+
+
 def test_a_model_without_rope(make_world, report):
     model = "256/256 without RoPE"
     world = model_world(make_world, model, 16)
