@@ -31,14 +31,14 @@ test-launches: $(INSTALLED)
 # kernels, the whole grids of the tests of vllm/, and the suite on a tree with the
 # exported patches applied.
 test-codegen: $(INSTALLED)
-	$(BIN)/python -m pytest -m extra tests/codegen tests/vllm_flash_attn $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m extra tests/codegen tests/vllm_flash_attn tests/benchmarks $(ARGS)
 
 test-grids: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m grid tests/v1 $(ARGS)
 
 test-patched: export VLLM_SOURCE = $(abspath $(SOURCE))
 test-patched: $(INSTALLED) $(SOURCE)
-	$(BIN)/python -m pytest -m extra tests/upstream $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m extra tests/upstream $(ARGS)
 
 # vLLM's own tests of what is replaced, from the same distribution, stock and here.
 test-external: export VLLM_SOURCE = $(abspath $(SOURCE))

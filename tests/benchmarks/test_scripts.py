@@ -165,6 +165,7 @@ def test_the_page_of_a_gpu_begins_as_the_b200s(tmp_path):
 
 
 @pytest.mark.codegen
+@pytest.mark.extra
 def test_mask_benchmark_shows_what_is_compiled(tmp_path):
     rows_file = tmp_path / "mask.csv"
     command = [sys.executable, str(ROOT / "benchmarks/benchmark_sparse_mla_mask.py")]

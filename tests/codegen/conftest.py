@@ -24,13 +24,12 @@ from vllm_sparse_mla.codegen import (
 )
 from vllm_sparse_mla.codegen.worker import environment
 
-# `make test` compiles four kernels and what they are compared with: each callback, both
-# head dimensions, with a diagonal and without, with LSE and without. All calls of the
-# layer and the rest of the grid take minutes more, and `make test-codegen`.
+# `make test` compiles three kernels and what they are compared with: each callback,
+# both head dimensions, with a diagonal and without. The layer's other calls and the
+# rest of the grid take minutes more, and `make test-codegen`.
 GRID = pytest.mark.extra
 IN_MAKE_TEST = (
-    "192-causal-nolse-dense",
-    "192-causal-lse-offset",
+    "192-causal-lse-dense",
     "192-causal-lse-offset-key-starts",
     "256-full-lse-offset-key-starts",
 )
@@ -48,9 +47,9 @@ CELLS = {
         ("causal-nolse", True, False),  # pure prefill
         ("causal-lse", True, True),  # suffix
         ("full-lse", False, True),  # context chunk
-        ("full-nolse", False, False),
     )
 }
+# The 256/256 kernel is another one for several requests.
 CELLS["256-full-lse-b2"] = Variant(256, 256, batch=2)
 CELLS["256-causal-lse-b2"] = Variant(256, 256, causal=True, batch=2)
 
@@ -72,11 +71,10 @@ OURS = _params(
 # The calls of the 192/128 kernel that apply a diagonal, each beside upstream's kernel.
 DIAGONAL = _params(
     {
-        f"192-causal-{'lse' if lse else 'nolse'}-{requests}{name}": Variant(
-            causal=True, lse=lse, batch=batch, callback=callback, key_starts=starts
+        f"192-causal-{'lse' if lse else 'nolse'}-{name}": Variant(
+            causal=True, lse=lse, callback=callback, key_starts=starts
         )
         for lse in (True, False)
-        for batch, requests in ((1, ""), (2, "b2-"))
         for name, (callback, starts) in (
             *CALLBACKS.items(),
             *((name, (name, False)) for name in BASELINES),
@@ -111,10 +109,14 @@ ALONE = [
     *(Variant(callback=c, key_starts=k, alone=True) for c, k in CALLBACKS.values()),
     *(Variant(callback=c, alone=True) for c in BASELINES),
 ]
-SLICED = (
-    Variant(batch=3, callback="dense"),
-    Variant(batch=3, callback="dense", sliced=True),
-)
+# The 192/128 kernel is the same for any number of requests.
+THREE_REQUESTS = {
+    "192-full-dense": Variant(batch=3, callback="dense"),
+    "192-causal-offset-key-starts": Variant(
+        causal=True, batch=3, callback="offset", key_starts=True
+    ),
+}
+SLICED = replace(THREE_REQUESTS["192-full-dense"], sliced=True)
 
 
 def stock_twin(variant: Variant) -> Variant:
@@ -127,11 +129,11 @@ def stock_twin_fixture() -> Callable[[Variant], Variant]:
     return stock_twin
 
 
-def variants(grid: bool) -> list[Variant]:
-    """What the tests compare: all of it, or what ``make test`` does."""
+def variants(grid: frozenset[bool]) -> list[Variant]:
+    """What the tests of the grid compare, or those of ``make test``, or both."""
 
     def chosen(params: list) -> list[Variant]:
-        return [p.values[0] for p in params if grid or not p.marks]
+        return [p.values[0] for p in params if bool(p.marks) in grid]
 
     ours = chosen(OURS)
     beside_upstreams = chosen(DIAGONAL) + chosen(UNAFFECTED)
@@ -140,8 +142,10 @@ def variants(grid: bool) -> list[Variant]:
         *(replace(variant, key_starts=False) for variant in ours),
         *map(stock_twin, ours),
         *chosen(WORDS),
-        *ALONE,
-        *(SLICED if grid else ()),
+        *(Variant(v.head_dim, v.head_dim_v, v.causal, callback="word32") for v in ours),
+        *(ALONE if False in grid else ()),
+        *((*THREE_REQUESTS.values(), SLICED) if True in grid else ()),
+        *(replace(v, batch=1) for v in THREE_REQUESTS.values() if True in grid),
         *beside_upstreams,
         *(replace(variant, stock_kernel=True) for variant in beside_upstreams),
     ]
@@ -194,10 +198,18 @@ def require_disassembler() -> Callable[[], None]:
     return check
 
 
+@pytest.fixture(params=[pytest.param(v, id=n) for n, v in THREE_REQUESTS.items()])
+def three_requests(request) -> Variant:
+    """A kernel for three requests."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def grid(request: pytest.FixtureRequest) -> bool:
-    """Whether this session runs the grid."""
-    return any(item.get_closest_marker(GRID.name) for item in request.session.items)
+def grid(request: pytest.FixtureRequest) -> frozenset[bool]:
+    """Whether this session has tests of the grid, and whether it has others."""
+    return frozenset(
+        item.get_closest_marker(GRID.name) is not None for item in request.session.items
+    )
 
 
 @pytest.fixture(scope="session")
@@ -220,7 +232,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def compiled(grid: bool, require_disassembler, once) -> dict[Variant, CodegenRecord]:
+def compiled(grid, require_disassembler, once) -> dict[Variant, CodegenRecord]:
     """Records for sm_100a, by variant (without its target)."""
     require_disassembler()
     chosen = variants(grid)
