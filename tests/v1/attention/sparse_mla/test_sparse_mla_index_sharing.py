@@ -76,7 +76,11 @@ def builds(monkeypatch):
 
 
 @pytest.mark.stock_fails(BUILDS_EVERYWHERE)
-@pytest.mark.parametrize("spans", [SPANS, [(0, 0, 60), (1, 0, 100)]], ids=str)
+@pytest.mark.parametrize(
+    "spans",
+    [SPANS, pytest.param([(0, 0, 60), (1, 0, 100)], marks=pytest.mark.grid)],
+    ids=str,
+)
 def test_a_group_builds_once_a_step(world, builds, spans):
     pattern = "IssIss"
     model = Model(world, pattern)
@@ -156,6 +160,7 @@ def test_range_masks_overwrite_the_mask_of_another_step(world, builds):
     assert len(builds) == 1
 
 
+@pytest.mark.grid
 def test_two_metadata_builders_keep_their_masks_apart(world):
     """Each builder makes its own metadata and workspace; here they also cross."""
     model = Model(world, "Iss")
@@ -172,7 +177,9 @@ def test_two_metadata_builders_keep_their_masks_apart(world):
             model.run(step, layer)
 
 
-@pytest.mark.parametrize("shared_rows", [True, False], ids=["one-buffer", "two"])
+@pytest.mark.parametrize(
+    "shared_rows", [True, pytest.param(False, marks=pytest.mark.grid)]
+)
 def test_two_groups_interleaved_on_one_workspace(world, shared_rows):
     """A model's groups have one buffer of top-k rows between them."""
     one = Model(world, "Is")
