@@ -116,7 +116,7 @@ def call_nothing(monkeypatch):
 @pytest.mark.parametrize(
     "break_it", [None, lose_a_key, lose_the_next_word, call_nothing]
 )
-def test_a_broken_layer_fails(run_here, monkeypatch, break_it):
+def test_only_a_broken_layer_fails(run_here, monkeypatch, break_it):
     if break_it:
         break_it(monkeypatch)
     done = run_here(*ARGUMENTS, *PROMPTS, "--json")

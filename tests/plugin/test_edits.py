@@ -18,6 +18,7 @@ import vllm
 from vllm_sparse_mla import edits, guard, overlay
 from vllm_sparse_mla.edits import CHANGED, Edit, apply_edits
 from vllm_sparse_mla.guard import EditedFile
+from vllm_sparse_mla.testing.stock import load_stock_module
 
 UPSTREAM = """\
 class Loop:
@@ -186,21 +187,7 @@ def test_a_file_without_a_match_cannot_be_imported(edited):
         edited(UPSTREAM.replace("2)", "4)"))
 
 
-FINGERPRINT = """
-from vllm_sparse_mla.plugin import register
-from vllm_sparse_mla.testing.flash_attn_stub import install_parent_module
-from vllm_sparse_mla.testing.stock import load_stock_module
-register()
-install_parent_module()
-name = "vllm.vllm_flash_attn.cute.cache_utils"
-import importlib
-print(importlib.import_module(name)._compute_source_fingerprint())
-print(load_stock_module(name)._compute_source_fingerprint())
-"""
-
-
 def test_fa4s_cache_on_disk_sees_the_edits():
-    command = [sys.executable, "-c", FINGERPRINT]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    edited, stock = done.stdout.split()[-2:]
-    assert edited != stock
+    name = "vllm.vllm_flash_attn.cute.cache_utils"
+    edited, stock = importlib.import_module(name), load_stock_module(name)
+    assert edited._compute_source_fingerprint() != stock._compute_source_fingerprint()

@@ -19,6 +19,7 @@ from vllm_sparse_mla.cli import app
 from vllm_sparse_mla.codegen import Variant, compile_variants
 from vllm_sparse_mla.export_patch import suite
 from vllm_sparse_mla.export_patch.fa4 import PACKAGES, fa4_series
+from vllm_sparse_mla.export_patch.series import Patch
 
 HOST_RUN = suite.tests_root() / "vllm_flash_attn/sm90_mask_on_host.py"
 THEIR_TEST = """\
@@ -74,18 +75,29 @@ def flash_attention(upstream_root, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def patched(flash_attention, tmp_path_factory) -> Path:
-    """The repository with the series applied."""
+def series(flash_attention) -> list[Patch]:
+    """The series against that repository."""
+    return fa4_series(flash_attention, suite.tests_root())
+
+
+@pytest.fixture(scope="module")
+def exported(flash_attention, tmp_path_factory) -> list[Path]:
+    """The series as the command writes it."""
     folder = tmp_path_factory.mktemp("series")
-    paths = export(folder, "--upstream", str(flash_attention))
+    return export(folder, "--upstream", str(flash_attention))
+
+
+@pytest.fixture(scope="module")
+def patched(flash_attention, exported, tmp_path_factory) -> Path:
+    """The repository with the series applied."""
     tree = tmp_path_factory.mktemp("patched")
     git(tree, "clone", "-q", str(flash_attention), ".")
-    git(tree, "am", *map(str, paths))
+    git(tree, "am", *map(str, exported))
     return tree
 
 
-def test_each_patch_has_its_own_tests(flash_attention, upstream_root):
-    first, second = fa4_series(flash_attention, suite.tests_root())
+def test_each_patch_has_its_own_tests(series, upstream_root):
+    first, second = series
     kernels = ["flash_fwd.py", "flash_fwd_sm90.py", "mask.py", "utils.py"]
     assert sorted(change.path for change in first.changes) == [
         "flash_attn/cute/flash_fwd_sm100.py",
@@ -106,8 +118,8 @@ def test_each_patch_has_its_own_tests(flash_attention, upstream_root):
         assert changes == list(vllms.changes)
 
 
-def test_git_am_gives_the_files_that_the_patches_name(patched, flash_attention):
-    *_, last = fa4_series(flash_attention, suite.tests_root())
+def test_git_am_gives_the_files_that_the_patches_name(patched, series):
+    *_, last = series
     for change in last.changes:
         assert (patched / change.path).read_text() == change.after
     for name in THEIR_TESTS:
@@ -115,10 +127,10 @@ def test_git_am_gives_the_files_that_the_patches_name(patched, flash_attention):
         assert "    # Why.\n    if COMPUTE_CAPABILITY not in (9, 10, 11):\n" in text
 
 
-def test_a_second_export_is_equal(tmp_path):
-    first, second = (export(tmp_path / name) for name in ("a", "b"))
-    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
-    assert len(first) == 2
+def test_a_second_export_is_equal(exported, flash_attention, tmp_path):
+    again = export(tmp_path / "again", "--upstream", str(flash_attention))
+    assert [p.read_bytes() for p in again] == [p.read_bytes() for p in exported]
+    assert len(again) == 2
 
 
 def test_a_tree_without_fa4_is_refused(tmp_path):

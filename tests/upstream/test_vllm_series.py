@@ -33,6 +33,7 @@ def test_each_patch_begins_where_those_before_it_end(series, vllm_changes):
             files[change.path] = change.after
 
 
+@pytest.mark.extra
 def test_a_second_export_is_equal(series, upstream_root, suite):
     again = Prefixes(read_table(), collect_vllm_sources(upstream_root, suite)).patches()
     texts = [
