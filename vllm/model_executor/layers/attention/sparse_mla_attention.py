@@ -432,8 +432,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             lse = q.new_full((num_heads, num_queries), -math.inf, dtype=torch.float32)
             return output, lse
 
-        # Refers to the prefills, not to the step: that has the walk, and would live on in
-        # a circle.
+        # Refers to the prefills, not to the step: that has the walk, and would live on
+        # in a circle.
         def attend(chunk, q, k, v):
             mask, key_starts = self._range_topk_mask(whole_mask, topk, prefill, chunk)
             num_splits = 1
