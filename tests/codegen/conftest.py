@@ -71,10 +71,11 @@ OURS = _params(
 # The calls of the 192/128 kernel that apply a diagonal, each beside upstream's kernel.
 DIAGONAL = _params(
     {
-        f"192-causal-{'lse' if lse else 'nolse'}-{name}": Variant(
-            causal=True, lse=lse, callback=callback, key_starts=starts
+        f"192-causal-{'lse' if lse else 'nolse'}-{requests}{name}": Variant(
+            causal=True, lse=lse, batch=batch, callback=callback, key_starts=starts
         )
         for lse in (True, False)
+        for batch, requests in ((1, ""), (2, "b2-"))
         for name, (callback, starts) in (
             *CALLBACKS.items(),
             *((name, (name, False)) for name in BASELINES),
