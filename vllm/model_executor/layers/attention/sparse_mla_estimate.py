@@ -91,27 +91,27 @@ def prefill_terms(
     # One matrix, so that one product has every sum. Numbers are floats and results go
     # where they are to be, for numpy's conversions take longer than its arithmetic.
     rows = np.empty((7, len(query_lens)))
-    lengths, contexts, ones, tiles, unseen, short, cached = rows
+    lengths, contexts, tiles, ones, short, unseen, cached = rows
     lengths[:], contexts[:] = query_lens, context_lens
-    ones.fill(1.0)
+    if rows[:2].min(initial=0.0) < 0 or not len(query_lens):
+        raise ValueError(
+            "a batch must have requests without negative lengths, got query lengths "
+            f"{query_lens} and context lengths {context_lens}"
+        )
     np.divide(lengths, float(TILE), tiles)
     np.ceil(tiles, tiles)
+    ones.fill(1.0)
     # Keys of the top-k that a request's first query finds missing, and the queries for
     # which some are.
     np.subtract(float(topk), contexts, unseen)
     np.maximum(unseen, 0.0, unseen)
     np.minimum(lengths, unseen, short)
-    np.minimum(contexts, 1.0, cached)
-    if rows.min(initial=0.0) < 0 or not len(query_lens):
-        raise ValueError(
-            "a batch must have requests without negative lengths, got query lengths "
-            f"{query_lens} and context lengths {context_lens}"
-        )
-    _, longest_context, _, longest_row, *_ = rows.max(axis=1).tolist()
-    products = rows.dot(rows.T).tolist()
-    queries, context, _, num_tiles, _, num_short, _ = products[2]
-    _, context_blocks, _, squares, _, _, cached_tiles = products[3]
-    _, _, _, _, missing, short_squares, _ = products[5]
+    np.sign(contexts, cached)
+    longest_context, longest_row = rows[1:3].max(axis=1).tolist()
+    of_tiles, of_all, of_short = rows[2:5].dot(rows.T).tolist()
+    _, context_blocks, squares, _, _, _, cached_tiles = of_tiles
+    queries, context, num_tiles, _, num_short, _, _ = of_all
+    _, _, _, _, short_squares, missing, _ = of_short
     context_blocks /= TILE
     share = num_heads / num_sms
     context_row = longest_context / TILE
