@@ -18,11 +18,11 @@ The finder is plain state of one process. A forked child inherits it; a spawned 
 gets its own when vLLM runs the plugin there.
 """
 
+import ast
 import hashlib
 import importlib
-import symtable
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, reduce
 from importlib.abc import ExecutionLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -58,10 +58,34 @@ def upstream_name(module: str) -> str:
     return f"{package}.{UPSTREAM_PREFIX}{name}"
 
 
+def _assigned_names(target: ast.expr) -> Iterator[str]:
+    for node in ast.walk(target):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
 def defined_names(source: str) -> set[str]:
-    """Names that a module assigns at its top level; imports are not counted."""
-    symbols = symtable.symtable(source, "module", "exec").get_symbols()
-    names = (symbol.get_name() for symbol in symbols if symbol.is_assigned())
+    """Names that a module's source defines at its top level; imports are not counted.
+
+    Bodies of top-level if, try, with and loop statements belong to the top level.
+    """
+    names: set[str] = set()
+    pending = list(ast.parse(source).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(n for target in node.targets for n in _assigned_names(target))
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                names.update(_assigned_names(node.target))
+        else:
+            pending.extend(
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, ast.stmt | ast.ExceptHandler)
+            )
     return {name for name in names if not name.startswith("__")}
 
 

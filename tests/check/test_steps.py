@@ -49,6 +49,31 @@ def test_every_token_is_computed_once_and_keeps_its_slot(steps):
         assert all((request, position) in slots for position in range(computed))
 
 
+def test_prefill_metadata_follows_the_ranges(steps):
+    for step in steps:
+        prefill = step.metadata.prefill
+        contexts = step.context_lens[step.prefills]
+        queries = step.query_lens[step.prefills]
+        if not queries:
+            assert prefill is None
+            continue
+        assert prefill.query_lens_cpu.tolist() == queries
+        assert prefill.max_query_len == max(queries)
+        if not any(contexts):
+            assert prefill.chunked_context is None
+            continue
+        assert prefill.chunked_context.context_lens_list == contexts
+        covered = [0] * len(contexts)
+        for chunk in prefill.chunked_context.chunks:
+            requests = range(len(contexts))[chunk.request_slice]
+            for request, start, length in zip(
+                requests, chunk.starts.tolist(), chunk.seq_lens.tolist()
+            ):
+                assert start == covered[request]
+                covered[request] += length
+        assert covered == contexts
+
+
 def test_a_limit_on_pieces_puts_several_contexts_into_one_step():
     run = ScheduledRun(Workload((300, 650, 517), longest_piece=230))
     most = max(sum(c > 0 for c in s.context_lens[s.prefills]) for s in run.steps())

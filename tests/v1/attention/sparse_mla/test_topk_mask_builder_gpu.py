@@ -93,10 +93,30 @@ def test_runs_of_consecutive_keys(rows, kernel):
 
 
 @gpu
+def test_all_keys_one_key_and_no_key(kernel):
+    topk = torch.stack(
+        [
+            torch.arange(2048),
+            torch.arange(2047, -1, -1),
+            torch.full((2048,), 7),
+            torch.full((2048,), -1),
+        ]
+    )
+    prepare(topk.int().cuda(), [4], 4, 2048).check(kernel)
+
+
+@gpu
 @pytest.mark.parametrize(
     "q_lens",
-    [[0, 0], [1] * 300, [700, 1, 0, 33, 128, 257, 2, 64]],
-    ids=["empty", "many", "unequal"],
+    [
+        [0, 3, 5],
+        [3, 0, 5],
+        [3, 5, 0],
+        [0, 0],
+        [1] * 300,
+        [700, 1, 0, 33, 128, 257, 2, 64],
+    ],
+    ids=["empty-first", "empty-middle", "empty-last", "empty", "many", "unequal"],
 )
 @pytest.mark.parametrize("with_context", [False, True])
 def test_several_requests_with_rows_to_spare(q_lens, with_context, kernel):
@@ -120,6 +140,16 @@ def test_ranges(padding, contexts, kernel):
 def test_a_range_of_a_row_wider_than_a_tile(kernel):
     topk = random_topk(8, 2048, 400000, hostile=True)
     prepare(topk, [4, 4], 4, 262145, [200000, 399990], [101, 131072]).check(kernel)
+
+
+@gpu
+@pytest.mark.parametrize("context", [None, 1, 31, 130, 4000])
+def test_keys_after_their_query_are_dropped(context, kernel):
+    topk = random_topk(300, 2048, 4400, hostile=True)
+    topk[::3] = torch.arange(2048, device="cuda") + (context or 0) + 290
+    topk[1::3, ::5] = INT32_MAX
+    contexts = context and [context, context + 7]
+    prepare(topk, [290, 10], 290, 4400, contexts, causal=True).check(kernel)
 
 
 @gpu
