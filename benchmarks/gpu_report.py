@@ -31,7 +31,7 @@ PYTEST, FIT = "pytest", "prefill-fit"
 def steps(sm90: bool) -> dict[str, list[str]]:
     """By step, the program and its arguments; the longest steps come last."""
     # On SM90 the patch set dispatches as stock does, until it is asked for more.
-    ends = f"stock,{'opt-in' if sm90 else 'patched'}"
+    variants = f"stock,{'opt-in' if sm90 else 'patched'}"
     mask, prefill = "benchmark_sparse_mla_mask", "benchmark_masked_prefill"
     # On SM90 the patch set edits no kernel that stock's callbacks run in.
     stock = {} if sm90 else {"mask-stock": [mask, "--stock"]}
@@ -50,26 +50,26 @@ def steps(sm90: bool) -> dict[str, list[str]]:
         "first-call": ["benchmark_first_call"],
         "serving-ttft": [
             *("benchmark_serving_ttft", "--model", "dsv32-16h", "--ranks", "8"),
-            *("--variants", ends),
+            *("--variants", variants),
         ],
         "prefill-profile": [
             *("benchmark_prefill_profile", "--model", "dsv32-16h", "--ranks", "8"),
-            *("--repeat", "3", "--variants", ends),
+            *("--repeat", "3", "--variants", variants),
         ],
         "prefill-profile-128h": [
             *("benchmark_prefill_profile", "--model", "dsv32-128h"),
-            *("--repeat", "3", "--variants", ends),
+            *("--repeat", "3", "--variants", variants),
         ],
         "serving-load": [
             *("benchmark_serving_load", "--seconds", "20", "--warm-up", "20"),
-            *("--variants", ends),
+            *("--variants", variants),
         ],
         "serving-day": [
             *("benchmark_serving_day", "--rounds", "1", "--seconds", "8"),
-            *("--variants", ends),
+            *("--variants", variants),
         ],
         "serving-multi-turn": [
-            *("benchmark_serving_multi_turn", "--variants", ends),
+            *("benchmark_serving_multi_turn", "--variants", variants),
             *("--rounds", "5", "--api-servers", "4"),
         ],
         # A GPU has room for some twenty processes: servers and workers not together.

@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench_common import with_progress
@@ -51,10 +51,24 @@ def setting_of(args: argparse.Namespace) -> dict:
 
 
 @contextlib.contextmanager
+def side_by_side(servers: Mapping[str, Server]) -> Iterator[None]:
+    """Start servers together, wait until all are ready, and stop them in any case."""
+    try:
+        for server in servers.values():
+            server.start()
+        for server in with_progress(servers.values(), "starting servers"):
+            server.wait_ready()
+        yield
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
+@contextlib.contextmanager
 def running_servers(
     args: argparse.Namespace, variants: Sequence[str] | None = None, **kwargs
 ) -> Iterator[tuple[dict[str, Server], dict[str, Path]]]:
-    """Write the model, start one server per variant side by side, stop them.
+    """Write the model, and run one server per variant.
 
     ``kwargs`` are fields of ``Server`` that the arguments do not set.
 
@@ -77,16 +91,11 @@ def running_servers(
                 extra_env=probe_environment(folders[variant], ranks=args.ranks)
                 | plugins.get(variant, {}),
                 **kwargs,
-            ).start()
+            )
             for variant in variants
         }
-        try:
-            for server in with_progress(servers.values(), "starting servers"):
-                server.wait_ready()
+        with side_by_side(servers):
             yield servers, folders
-        finally:
-            for server in servers.values():
-                server.stop()
 
 
 def gpu_memory_mib() -> int:

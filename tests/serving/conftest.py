@@ -13,24 +13,24 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from serving import scenario
 from serving.probe import probe_environment
 from serving.server import VARIANTS, Server
+from serving.servers import side_by_side
 
 from vllm_sparse_mla.testing.tiny_model import write_model
-
-_NO_PARAMS = SimpleNamespace(params={})
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadgroup`` one worker has all tests of the same servers."""
     for item in items:
-        if "servers" in (params := getattr(item, "callspec", _NO_PARAMS).params):
-            item.add_marker(pytest.mark.xdist_group(f"servers-{params['servers']}"))
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and "servers" in callspec.params:
+            group = f"servers-{callspec.params['servers']}"
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
@@ -96,24 +96,22 @@ def running(
         } | fields
         model = model_folder(fields.pop("model", scenario.MODEL))
         environment = fields.pop("extra_env", {})
-        started: dict[str, Server] = {}
+        servers = {}
+        for variant in variants:
+            folder = serve_folder / f"{prefix}-{variant}"
+            # What is compared is masked MHA with sparse MQA, at every length.
+            probe = probe_environment(folder, all_lengths=True)
+            servers[variant] = Server(
+                *(model, variant, folder / "server.log"),
+                extra_env=probe | environment,
+                **fields,
+            )
         try:
-            for variant in variants:
-                folder = serve_folder / f"{prefix}-{variant}"
-                # What is compared is masked MHA with sparse MQA, at every length.
-                probe = probe_environment(folder, all_lengths=True)
-                started[variant] = Server(
-                    *(model, variant, folder / "server.log"),
-                    extra_env=probe | environment,
-                    **fields,
-                ).start()
-            for server in started.values():
-                server.wait_ready()
-            yield started
+            with side_by_side(servers):
+                yield servers
         finally:
-            for variant, server in started.items():
-                server.stop()
-                if report_dir is not None:
+            for variant, server in servers.items():
+                if report_dir is not None and server.log_path.exists():
                     log = report_dir / f"{prefix}-{variant}.log"
                     log.write_text(server.log_text())
 

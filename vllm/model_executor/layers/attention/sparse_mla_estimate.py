@@ -90,6 +90,7 @@ def prefill_terms(
     """
     # One matrix, so that one product has every sum. Numbers are floats and results go
     # where they are to be, for numpy's conversions take longer than its arithmetic.
+    # What is multiplied by all rows, or asked for its largest number, adjoins.
     rows = np.empty((7, len(query_lens)))
     lengths, contexts, tiles, ones, short, unseen, cached = rows
     lengths[:], contexts[:] = query_lens, context_lens
