@@ -222,20 +222,22 @@ class World:
         return make_layer(cls, self.dims, self.weight, self.config, **kwargs)
 
     def whole_mask_words(
-        self, spans: Sequence[tuple[int, int, int]], fits: bool = True
+        self, spans: Sequence[tuple[int, int, int]], per_range: bool = False
     ) -> int:
         """Words of a workspace that the mask over whole sequences fits, or just not.
+
+        In the latter a layer builds a mask for each range of a step with context.
 
         Stock, which these tests also run on, reserves a word of each row.
         """
         from vllm.model_executor.layers.attention import sparse_mla_attention
 
         longest = max(stop - start for _, start, stop in spans)
-        reserve = fits and any(start > 0 for _, start, _ in spans)
+        reserve = not per_range and any(start > 0 for _, start, _ in spans)
         shape = sparse_mla_attention._topk_mask_shape(
             len(spans), longest, max(stop for *_, stop in spans), reserve
         )
-        return math.prod(shape) - (not fits)
+        return math.prod(shape) - per_range
 
     def step(
         self,
@@ -244,6 +246,7 @@ class World:
         decodes: int = 0,
         chunk_rows: int = 4096,
         mask_words: int | None = None,
+        per_range: bool = False,
         mask: GuardedMask | None = None,
         metadata_cls: type | None = None,
     ) -> Step:
@@ -251,12 +254,14 @@ class World:
 
         A span is a prefill request, ``(prompt, start, stop)``; decode requests of one
         token go in front of them. ``chunk_rows`` are tokens of the context workspace,
-        ``mask_words`` those of a new mask workspace: None fits the whole mask.
+        ``mask_words`` those of a new mask workspace: None fits the whole mask, or just
+        not if ``per_range``.
         """
         prompts, starts, stops = zip(*spans)
         if mask is None:
-            words = self.whole_mask_words(spans) if mask_words is None else mask_words
-            mask = GuardedMask(words, self.device)
+            if mask_words is None:
+                mask_words = self.whole_mask_words(spans, per_range)
+            mask = GuardedMask(mask_words, self.device)
         metadata = plan_step(
             [stop - start for start, stop in zip(starts, stops)],
             starts,

@@ -61,8 +61,7 @@ def test_the_layer_splits_what_the_offset_callback_reads(
 
     monkeypatch.setattr(sparse_mla_attention, "context_splits", two_parts)
     world = make_world([1116] * 2)
-    words = world.whole_mask_words(SPANS, fits=not per_range)
-    step = world.step(SPANS, mask_words=words)
+    step = world.step(SPANS, per_range=per_range)
     output = world.run(step)
     assert asked == ([] if per_range else [(16, 1, 1100, world.dims.num_heads)])
     found = {(call.causal, call.num_splits) for call in world.calls}

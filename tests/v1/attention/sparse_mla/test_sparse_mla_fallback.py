@@ -44,10 +44,9 @@ def test_ranges_begin_one_word_below_the_documented_size(world, spans):
 
 @pytest.mark.stock_fails("stock loses keys in the mask of whole sequences")
 def test_both_ways_give_the_same_bits_at_unaligned_contexts(world):
-    sizes = [world.whole_mask_words(LONG_SPANS, fits) for fits in (True, False)]
     whole, ranges = (
-        world.run(world.step(LONG_SPANS, chunk_rows=96, mask_words=numel))
-        for numel in sizes
+        world.run(world.step(LONG_SPANS, chunk_rows=96, per_range=per_range))
+        for per_range in (False, True)
     )
     assert torch.equal(whole, ranges)
 

@@ -140,12 +140,7 @@ def test_range_masks_overwrite_the_mask_of_another_step(world, builds):
     """Two batches under way on one workspace; the larger one only fits in ranges."""
     model = Model(world, "Is")
     small = world.step([(0, 64, 100)])
-    large_spans = [(0, 100, 190), (1, 130, 190)]
-    large = world.step(
-        large_spans,
-        chunk_rows=96,
-        mask_words=world.whole_mask_words(large_spans, fits=False),
-    )
+    large = world.step([(0, 100, 190), (1, 130, 190)], chunk_rows=96, per_range=True)
     shared = large.metadata.prefill.topk_mask_workspace
     small.metadata.prefill.topk_mask_workspace = shared
     assert model.layers[0].masked_mha_workspace_fits(large.metadata.prefill)

@@ -27,7 +27,9 @@ CASES = {
     "pure, three requests": dict(spans=PURE),
     "context, one chunk": dict(spans=CONTEXT),
     "context, many chunks": dict(spans=CONTEXT, chunk_rows=192),
-    "context, many chunks, a mask a range": dict(spans=CONTEXT, chunk_rows=192),
+    "context, many chunks, a mask a range": dict(
+        spans=CONTEXT, chunk_rows=192, per_range=True
+    ),
 }
 KINDS = {
     "mask": ("topkmask", "topk_mask", "scatter_topk"),
@@ -47,10 +49,7 @@ def world(make_world):
 
 def prepared(world, name, impl=None):
     """A step of which all is in place, and the call of the layer alone."""
-    options = dict(CASES[name])
-    spans = options.pop("spans")
-    words = world.whole_mask_words(spans, fits="a range" not in name)
-    step = world.step(spans, mask_words=words, **options)
+    step = world.step(**CASES[name])
     world.write_cache(step)
     step.write_topk(world.topk_buffer)
     output = world.new_output(step)
@@ -268,8 +267,7 @@ def test_after_warm_up_no_length_compiles(make_world, report, dims, lengths):
     )
     for spans in LENGTHS[lengths]:
         for per_range in (False, True):
-            words = world.whole_mask_words(spans, not per_range)
-            step = world.step(spans, chunk_rows=1024, mask_words=words)
+            step = world.step(spans, chunk_rows=1024, per_range=per_range)
             if world.impl.masked_mha_workspace_fits(step.metadata.prefill):
                 world.run(step)
     torch.cuda.synchronize()

@@ -137,8 +137,7 @@ def test_context_with_one_mask_of_whole_sequences(world, spans, chunk_rows):
 
 @pytest.mark.parametrize("spans", table(CONTEXT, STOCK_MERGES_NOTHING, NO_ROWS))
 def test_context_with_one_mask_a_range(world, spans):
-    words = world.whole_mask_words(spans, fits=False)
-    step = world.step(spans, chunk_rows=SMALL_CHUNKS, mask_words=words)
+    step = world.step(spans, chunk_rows=SMALL_CHUNKS, per_range=True)
     if not world.impl.masked_mha_workspace_fits(step.metadata.prefill):
         pytest.skip("the ranges' masks are as large as that of the whole sequences")
     world.assert_right(step, world.run(step))
@@ -192,8 +191,7 @@ def hostile(rows):
 def check_changed_rows(world, spans, change, per_range=False):
     for rows in world.topk:
         change(rows)
-    words = world.whole_mask_words(spans, not per_range)
-    step = world.step(spans, chunk_rows=SMALL_CHUNKS, mask_words=words)
+    step = world.step(spans, chunk_rows=SMALL_CHUNKS, per_range=per_range)
     output = world.run(step)
     world.assert_right(step, output)
     positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
@@ -265,9 +263,7 @@ def test_rows_without_any_key_in_a_range(world, in_context, per_range):
     keys = torch.arange(8) if in_context else torch.full((8,), start)
     world.topk[0][::2] = -1
     world.topk[0][::2, :8] = keys.int().to(world.device)
-    spans = [(0, start, stop)]
-    words = world.whole_mask_words(spans, not per_range)
-    step = world.step(spans, chunk_rows=SMALL_CHUNKS, mask_words=words)
+    step = world.step([(0, start, stop)], chunk_rows=SMALL_CHUNKS, per_range=per_range)
     world.assert_right(step, world.run(step))
 
 

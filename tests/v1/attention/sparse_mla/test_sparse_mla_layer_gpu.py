@@ -56,9 +56,8 @@ def model_world(make_world, model, heads, **kwargs):
     return make_world([LENGTH] * 3, dims=dims, block_size=BLOCK, **kwargs)
 
 
-def make_step(world, spans, per_range=False, **kwargs):
-    words = world.whole_mask_words(spans, not per_range)
-    step = world.step(spans, mask_words=words, **kwargs)
+def make_step(world, spans, **kwargs):
+    step = world.step(spans, **kwargs)
     assert world.impl.masked_mha_workspace_fits(step.metadata.prefill)
     return step
 
@@ -79,8 +78,7 @@ def judge(world, step, output, report, **row):
 
 def judge_scenario(world, report, model, scenario):
     """One of SCENARIOS against float64."""
-    options = dict(SCENARIOS[scenario])
-    step = make_step(world, options.pop("spans"), **options)
+    step = make_step(world, **SCENARIOS[scenario])
     judge(
         world,
         step,
@@ -201,12 +199,10 @@ def test_against_upstreams_sparse_mqa(make_world, report, model, heads, scenario
     from vllm.v1.attention.backends.mla import flashattn_mla_sparse as backend
 
     world = model_world(make_world, model, heads)
-    options = dict(SCENARIOS[scenario])
     step = make_step(
         world,
-        options.pop("spans"),
+        **SCENARIOS[scenario],
         metadata_cls=backend.FlashAttnMLASparseMetadata,
-        **options,
     )
     masked = world.run(step)
     mqa = world.make_impl(

@@ -61,11 +61,6 @@ def quantized_world(make_world, kv_cache_dtype, model=None, prompts=(420,) * 3):
     )
 
 
-def make_step(world, spans, per_range=False, **options):
-    words = world.whole_mask_words(spans) - per_range
-    return world.step(spans, mask_words=words, **options)
-
-
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "scenario"),
     [
@@ -83,7 +78,7 @@ def make_step(world, spans, per_range=False, **options):
 )
 def test_scenarios(make_world, kv_cache_dtype, scenario):
     world = quantized_world(make_world, kv_cache_dtype)
-    step = make_step(world, **SCENARIOS[scenario])
+    step = world.step(**SCENARIOS[scenario])
     world.assert_right(step, world.run(step))
 
 
@@ -91,7 +86,7 @@ def test_scenarios(make_world, kv_cache_dtype, scenario):
 @pytest.mark.parametrize("model", MODELS)
 def test_dimensions_of_real_models(make_world, model, kv_cache_dtype):
     world = quantized_world(make_world, kv_cache_dtype, model)
-    step = make_step(world, [(0, 101, 140), (1, 0, 77)], chunk_rows=64)
+    step = world.step([(0, 101, 140), (1, 0, 77)], chunk_rows=64)
     world.assert_right(step, world.run(step))
 
 
@@ -99,7 +94,7 @@ def test_dimensions_of_real_models(make_world, model, kv_cache_dtype):
 def test_rows_without_a_rope_part(make_world, kv_cache_dtype):
     world = quantized_world(make_world, kv_cache_dtype, "no RoPE")
     assert world.cache.shape[-1] == 512
-    step = make_step(world, [(0, 101, 180), (1, 0, 33)], chunk_rows=64)
+    step = world.step([(0, 101, 180), (1, 0, 33)], chunk_rows=64)
     world.assert_right(step, world.run(step))
 
 
@@ -107,7 +102,7 @@ def test_rows_without_a_rope_part(make_world, kv_cache_dtype):
 def test_contexts_of_every_remainder_in_one_step(make_world, kv_cache_dtype):
     world = quantized_world(make_world, kv_cache_dtype, prompts=[98] * 32)
     spans = [(r, 64 + r, 66 + r) for r in range(32)]
-    step = make_step(world, spans, chunk_rows=320)
+    step = world.step(spans, chunk_rows=320)
     assert len(step.metadata.prefill.chunked_context.chunks) > 8
     world.assert_right(step, world.run(step))
 
@@ -120,7 +115,7 @@ def test_every_remainder_of_real_models(make_world, kv_cache_dtype, model, per_r
     world = quantized_world(make_world, kv_cache_dtype, model)
     for remainder in range(32):
         spans = [(0, 256 + remainder, 350), (1, 320 - remainder, 420)]
-        step = make_step(world, spans, per_range=per_range, chunk_rows=192)
+        step = world.step(spans, per_range=per_range, chunk_rows=192)
         world.assert_right(step, world.run(step))
 
 
@@ -155,7 +150,7 @@ def test_new_tokens_are_attended_to_as_they_come(make_world, kv_cache_dtype, rep
     Sparse MQA reads both from the cache, so its exact answer is another one.
     """
     world = quantized_world(make_world, kv_cache_dtype)
-    step = make_step(world, [(0, 130, 180), (1, 0, 60)], chunk_rows=160)
+    step = world.step([(0, 130, 180), (1, 0, 60)], chunk_rows=160)
     output = world.run(step)
     exact, budget = world.expected(step)
     assert (reference.attention_error(output, exact) <= budget).all()
@@ -180,7 +175,7 @@ def test_new_tokens_are_attended_to_as_they_come(make_world, kv_cache_dtype, rep
 def test_another_scale_is_seen(make_world, kv_cache_dtype):
     """Negative control."""
     world = quantized_world(make_world, kv_cache_dtype)
-    step = make_step(world, [(0, 130, 160)])
+    step = world.step([(0, 130, 160)])
     exact, budget = world.expected(step)
     world.k_scale.mul_(1.1)
     error = reference.attention_error(world.run(step), exact)

@@ -258,12 +258,11 @@ def test_without_a_registry_nothing_is_compiled(compiled):
 def test_every_call_that_the_layer_makes_is_warmed_up(make_world):
     world = make_world([300] * 2)
     spans = [(0, 64, 100), (1, 256, 290)]
-    words = world.whole_mask_words(spans, fits=False)
     made = {False: set(), True: set()}
     for step in (
         world.step([(0, 0, 40), (1, 0, 90)]),
         world.step(spans, chunk_rows=96),
-        world.step(spans, chunk_rows=96, mask_words=words),
+        world.step(spans, chunk_rows=96, per_range=True),
     ):
         world.calls.clear()
         world.run(step)
@@ -366,11 +365,10 @@ def test_the_builders_key_covers_every_build_of_the_layer(make_world, monkeypatc
     monkeypatch.setattr(sparse_mla_attention, "build_packed_topk_mask", noted)
     world = make_world([300, 300])
     spans = [(0, 256, 290), (1, 37, 90)]
-    words = world.whole_mask_words(spans, fits=False)
     for step in (
         world.step([(0, 0, 40)], decodes=3),
         world.step(spans),
-        world.step(spans, chunk_rows=96, mask_words=words),
+        world.step(spans, chunk_rows=96, per_range=True),
     ):
         world.run(step)
     _, builder = kernels()
