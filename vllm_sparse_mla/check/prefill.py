@@ -111,16 +111,16 @@ class PrefillCheck:
     def _paths(self, engine_step: EngineStep) -> dict[str, Step]:
         """The step with a mask workspace of just the size that leads to each path."""
         spans, metadata = engine_step.spans, engine_step.metadata
-        words = self.world.whole_mask_words(spans)
 
-        def with_words(numel: int) -> Step:
-            mask = GuardedMask(numel, self.run.device)
+        def with_workspace(per_range: bool = False) -> Step:
+            words = self.world.whole_mask_words(spans, per_range)
+            mask = GuardedMask(words, self.run.device)
             return self.world.take(spans, metadata, mask)
 
         if metadata.prefill.chunked_context is None:
-            return {NO_CONTEXT: with_words(words)}
-        paths = {WHOLE_SEQUENCE: with_words(words)}
-        smaller = with_words(words - 1)
+            return {NO_CONTEXT: with_workspace()}
+        paths = {WHOLE_SEQUENCE: with_workspace()}
+        smaller = with_workspace(per_range=True)
         # Short contexts may need no more words whole than in ranges.
         if self.world.impl.masked_mha_workspace_fits(smaller.metadata.prefill):
             paths[PER_RANGE] = smaller
