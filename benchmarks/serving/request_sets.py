@@ -6,14 +6,24 @@ Each set ends with the negative control of its last prompt, as the scenario does
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from serving.client import Completion, chat, complete, make_prompt, open_session
+from serving.client import (
+    Completion,
+    chat,
+    complete,
+    make_prompt,
+    open_session,
+    running_requests,
+    stream,
+)
 from serving.scenario import GENERATED, Answers, control_prompt
 from serving.server import Server
 
 MANY = 256
 MANY_LENGTH = 2415
+DECODED = 8000  # tokens of a request that others are to run beside
 RUNS = 2
 BLOCK = 64
 # Where prompts end, in tokens past a block of the prefix cache.
@@ -33,6 +43,21 @@ async def _ask_with_control(session, server: Server, answers: Answers) -> None:
     answers.control = await score(control_prompt(prompt), "control")
 
 
+@contextlib.asynccontextmanager
+async def _beside_a_decode(session, server: Server) -> AsyncIterator[None]:
+    """Keep a request running: vLLM does not cut the prompt of one that is alone."""
+    ask = (session, server.url, make_prompt(BLOCK, seed=MANY), DECODED)
+    decode = asyncio.create_task(stream(*ask))
+    try:
+        while not (decode.done() or await running_requests(session, server.url)):
+            await asyncio.sleep(0.05)
+        yield
+        if decode.done():
+            raise RuntimeError(f"the decode came to its end: {decode.result().error}")
+    finally:
+        decode.cancel()
+
+
 async def _after_warm_up(
     server: Server, round_of: Callable[[str], Awaitable[Answers]]
 ) -> Answers:
@@ -45,7 +70,7 @@ async def _after_warm_up(
 
 
 async def ask_many(server: Server) -> Answers:
-    """256 prompts of 2415 tokens at once, twice."""
+    """256 prompts of 2415 tokens at once, twice, beside a decode."""
     prompts = [make_prompt(MANY_LENGTH, seed=index) for index in range(MANY)]
     async with open_session() as session:
 
@@ -56,12 +81,13 @@ async def ask_many(server: Server) -> Answers:
             )
             return await asyncio.gather(*ask)
 
-        await _ask_with_control(session, server, Answers())
-        await round_of("warm-up", 64)
-        answers = Answers(warm_jit=server.jit_kernels())
-        rounds = [await round_of(f"round {run}", MANY) for run in range(RUNS)]
-        answers.alone = [list(runs) for runs in zip(*rounds, strict=True)]
-        await _ask_with_control(session, server, answers)
+        async with _beside_a_decode(session, server):
+            await _ask_with_control(session, server, Answers())
+            await round_of("warm-up", 64)
+            answers = Answers(warm_jit=server.jit_kernels())
+            rounds = [await round_of(f"round {run}", MANY) for run in range(RUNS)]
+            answers.alone = [list(runs) for runs in zip(*rounds, strict=True)]
+            await _ask_with_control(session, server, answers)
     return answers
 
 

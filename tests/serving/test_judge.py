@@ -55,9 +55,8 @@ def test_answers_that_agree():
 def test_the_mean_of_a_few_tokens_may_be_as_large_as_one_of_them():
     def unscored(shift: float) -> Answers:
         answers = _answers(repeat=0.02)
-        own = [_completion(prompt_logprobs=[], logprobs=[-0.5]) for _ in range(2)]
-        own[0].token_ids, own[1].token_ids = [3], [3]
-        own[1].logprobs = [-0.5 - shift]
+        few = {"prompt_logprobs": [], "token_ids": [3]}
+        own = [_completion(**few, logprobs=[-0.5 - by]) for by in (0, shift)]
         return replace(answers, alone=[own, *answers.alone])
 
     def judge(shift: float) -> list[str]:
@@ -66,6 +65,8 @@ def test_the_mean_of_a_few_tokens_may_be_as_large_as_one_of_them():
 
     assert judge(0.05) == []
     assert "opt-in, prompt 0" in " ".join(judge(0.07))
+    # The control's mean is over a prompt, and is held to the spread of such means.
+    assert judge_answers({"stock": unscored(0.5)}) == []
 
 
 @pytest.mark.parametrize(
