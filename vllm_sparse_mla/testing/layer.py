@@ -60,6 +60,8 @@ class Dims:
 # Whole models, all heads of them.
 DEEPSEEK = Dims(128, 512, 128, 64, 128, 2048)
 GLM = Dims(64, 512, 192, 64, 256, 2048)
+GLM_FLASH = Dims(64, 512, 256, 0, 256, 2048)
+MODELS = {"deepseek": DEEPSEEK, "glm": GLM, "glm-flash": GLM_FLASH}
 
 
 class Projection:

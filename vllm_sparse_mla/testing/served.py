@@ -6,12 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-MODELS = {
-    # heads over all ranks, qk_nope_head_dim, qk_rope_head_dim, v_head_dim
-    "deepseek": (128, 128, 64, 128),
-    "glm": (64, 192, 64, 256),
-    "glm-flash": (64, 256, 0, 256),
-}
+from vllm_sparse_mla.testing.layer import MODELS
 
 
 def server_config(
@@ -39,13 +34,14 @@ def server_config(
         SparseMLACommonImpl,
     )
 
-    heads, nope, rope, v = MODELS[model]
+    dims = MODELS[model]
+    head_dims = dict(
+        qk_nope_head_dim=dims.qk_nope_head_dim,
+        qk_rope_head_dim=dims.qk_rope_head_dim,
+        v_head_dim=dims.v_head_dim,
+    )
     text_config = SimpleNamespace(
-        index_topk=topk,
-        kv_lora_rank=512,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=v,
+        index_topk=topk, kv_lora_rank=dims.kv_lora_rank, **head_dims
     )
     config = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -54,7 +50,7 @@ def server_config(
             max_model_len=max_model_len,
             enforce_eager=enforce_eager,
             get_num_attention_heads=(
-                lambda parallel: heads // parallel.tensor_parallel_size
+                lambda parallel: dims.num_heads // parallel.tensor_parallel_size
             ),
         ),
         scheduler_config=SimpleNamespace(
@@ -67,12 +63,12 @@ def server_config(
     )
     for index in range(num_layers):
         impl = SparseMLACommonImpl.__new__(SparseMLACommonImpl)
-        impl.scale = (nope + rope) ** -0.5
+        impl.scale = dims.qk_head_dim**-0.5
         impl.dcp_world_size = dcp_world_size
         impl.kv_cache_dtype = "auto"
-        impl.num_heads = heads // tensor_parallel_size
-        impl.qk_head_dim = nope + rope
-        impl.v_head_dim = v
+        impl.num_heads = dims.num_heads // tensor_parallel_size
+        impl.qk_head_dim = dims.qk_head_dim
+        impl.v_head_dim = dims.v_head_dim
         impl.masked_mha_available = True
         impl._use_flashinfer_concat_mla_k = False
         layer = MLAAttention.__new__(MLAAttention)
@@ -81,9 +77,7 @@ def server_config(
             attn_backend=SimpleNamespace(get_name=lambda: backend),
             prefill_backend=object(),
             hisparse_cache=None,
-            qk_nope_head_dim=nope,
-            qk_rope_head_dim=rope,
-            v_head_dim=v,
+            **head_dims,
             _vllm_config=config,
         )
         config.compilation_config.static_forward_context[f"layers.{index}"] = layer

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Few new tokens over many cached ones: on SM90 FA4 takes the keys in parts."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm.model_executor.layers.attention import sparse_mla_attention
@@ -10,7 +12,7 @@ try:
     from vllm.model_executor.layers.attention import sparse_mla_sm90
 except ImportError:  # stock: every test here fails, as marked
     sparse_mla_sm90 = None
-from vllm_sparse_mla.testing.layer import Dims
+from vllm_sparse_mla.testing.layer import DEEPSEEK, GLM
 
 pytestmark = pytest.mark.stock_fails("stock never splits the keys of a context")
 
@@ -71,12 +73,9 @@ def test_the_layer_splits_what_the_offset_callback_reads(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 16])
-@pytest.mark.parametrize("dims", [(128, 64, 128), (192, 64, 256)], ids=str)
-def test_against_float64(make_world, dims, heads):
-    nope, rope, v = dims
-    world = make_world(
-        [9000] * 3, dims=Dims(heads, 512, nope, rope, v, 2048), block_size=64
-    )
+@pytest.mark.parametrize("model", [DEEPSEEK, GLM], ids=["192/128", "256/256"])
+def test_against_float64(make_world, model, heads):
+    world = make_world([9000] * 3, dims=replace(model, num_heads=heads), block_size=64)
     for spans in (
         [(0, 0, 2100), (1, 8500, 8516)],
         [(0, 8191, 8193), (1, 4001, 4200), (2, 8999, 9000)],

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Where masked MHA is available, on which models, and who has the last word."""
 
+import dataclasses
 import importlib
 import itertools
 from types import SimpleNamespace
@@ -11,16 +12,15 @@ import torch
 
 import vllm.envs as envs
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
-from vllm_sparse_mla.testing import served
+from vllm_sparse_mla.testing import layer, served
 from vllm_sparse_mla.testing.layer import Dims
 
 NO_OPT_IN = "stock has no opt-in for SM90"
 MODULES = "vllm.model_executor.layers.attention."
 
-DEEPSEEK = (128, 512, 128, 64, 128)
-GLM = (64, 512, 192, 64, 256)
-GLM_FLASH = (64, 512, 256, 0, 256)
-MODELS = {"deepseek": DEEPSEEK, "glm": GLM, "glm-flash": GLM_FLASH}
+# As dispatch asks for them, without the top-k.
+MODELS = {name: dataclasses.astuple(d)[:5] for name, d in layer.MODELS.items()}
+DEEPSEEK, GLM, GLM_FLASH = MODELS.values()
 
 DEVICES = (
     *("sm80", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121"),
@@ -139,8 +139,8 @@ def test_heads_are_counted_over_all_ranks(
         (heads // tensor_parallel_size, True),
         (heads, tensor_parallel_size == 1),
     ):
-        layer = Dims(num_heads, rank, nope, rope, v)
-        impl = cls(**layer.layer_arguments(), kv_b_proj=None)
+        of_a_rank = Dims(num_heads, rank, nope, rope, v)
+        impl = cls(**of_a_rank.layer_arguments(), kv_b_proj=None)
         assert impl.masked_mha_available is expected
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_sparse_mla.testing.layer import DEEPSEEK, Dims
+from vllm_sparse_mla.testing.layer import DEEPSEEK, GLM_FLASH
 
 INT32_MAX = 2**31 - 1
 OUT_OF_RANGE = "stock writes out of the row where an index is past its last key"
@@ -299,9 +299,6 @@ def test_dimensions_of_a_real_model(make_world):
 
 @pytest.mark.stock_fails(UNALIGNED)
 def test_a_layer_without_rope(make_world):
-    dims = Dims(
-        qk_nope_head_dim=256, qk_rope_head_dim=0, v_head_dim=256, kv_lora_rank=512
-    )
-    world = make_world([200], dims=dims)
+    world = make_world([200], dims=replace(GLM_FLASH, num_heads=2, index_topk=24))
     step = world.step([(0, 101, 180)], chunk_rows=64)
     world.assert_right(step, world.run(step))

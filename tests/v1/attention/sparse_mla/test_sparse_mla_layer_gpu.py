@@ -6,11 +6,13 @@ Judged by the float64 gathered-top-k oracle, and compared with upstream's sparse
 backend on the same GPU. SPARSE_MLA_REPORT names a file for the errors as JSON lines.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from vllm_sparse_mla.testing import reference
-from vllm_sparse_mla.testing.layer import Dims
+from vllm_sparse_mla.testing.layer import DEEPSEEK, GLM, GLM_FLASH
 
 pytestmark = pytest.mark.gpu
 
@@ -18,9 +20,8 @@ LENGTH = 700
 TOPK = 256
 BLOCK = 64
 
-# (qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
-MODELS = {"192/128": (128, 64, 128), "256/256": (192, 64, 256)}
-NO_ROPE = (256, 0, 256)
+MODELS = {"192/128": DEEPSEEK, "256/256": GLM}
+NO_ROPE = {"256/256 without RoPE": GLM_FLASH}
 HEADS = (16, 64, 128)
 
 # (prompt, start, stop); with chunk_rows, the number of decodes in front, per range.
@@ -43,17 +44,10 @@ SCENARIOS = {
 }
 
 
-def model_world(make_world, model, heads, **kwargs):
-    nope, rope, v = MODELS.get(model, NO_ROPE)
-    dims = Dims(
-        num_heads=heads,
-        kv_lora_rank=512,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=v,
-        index_topk=TOPK,
-    )
-    return make_world([LENGTH] * 3, dims=dims, block_size=BLOCK, **kwargs)
+def model_world(make_world, model, heads):
+    dims = (MODELS | NO_ROPE)[model]
+    dims = replace(dims, num_heads=heads, index_topk=TOPK)
+    return make_world([LENGTH] * 3, dims=dims, block_size=BLOCK)
 
 
 def make_step(world, spans, **kwargs):
@@ -149,7 +143,7 @@ def test_both_mask_paths_give_the_same_output(make_world, model):
 
 
 def test_a_model_without_rope(make_world, report):
-    model = "256/256 without RoPE"
+    (model,) = NO_ROPE
     world = model_world(make_world, model, 16)
     for scenario in ("pure-unequal", "chunks"):
         judge_scenario(world, report, model, scenario)

@@ -8,12 +8,13 @@ writer fills the cache and vLLM's own gathers read it.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from vllm_sparse_mla.testing import kv_cache, reference
-from vllm_sparse_mla.testing.layer import Dims
+from vllm_sparse_mla.testing.layer import DEEPSEEK, GLM, GLM_FLASH, Dims
 
 # Stock has no masked MHA over quantized caches.
 pytest.importorskip("vllm.model_executor.layers.attention.sparse_mla_kv_cache")
@@ -21,9 +22,7 @@ pytest.importorskip("vllm.model_executor.layers.attention.sparse_mla_kv_cache")
 # Not a power of two, so that scaling rounds.
 K_SCALE = 0.37
 FORMATS = ("fp8_ds_mla", "fp8", "fp8_e4m3", "fp8_e5m2")
-# (qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
-MODELS = {"192/128": (128, 64, 128), "256/256": (192, 64, 256)}
-NO_ROPE = (256, 0, 256)
+models = pytest.mark.parametrize("model", [DEEPSEEK, GLM], ids=["192/128", "256/256"])
 
 # (prompt, start, stop) of each request; prompts have 420 tokens.
 SCENARIOS = {
@@ -44,20 +43,15 @@ SCENARIOS = {
 
 def quantized_world(make_world, kv_cache_dtype, model=None, prompts=(420,) * 3):
     on_gpu = torch.cuda.is_available()
-    dims = dict(kv_cache_dtype=kv_cache_dtype)
+    dims = Dims()
     if on_gpu or model or kv_cache_dtype == "fp8_ds_mla":
-        nope, rope, v = MODELS.get(model or "192/128", NO_ROPE)
-        dims |= dict(
-            num_heads=16 if on_gpu else 2,
-            kv_lora_rank=512,
-            qk_nope_head_dim=nope,
-            qk_rope_head_dim=rope,
-            v_head_dim=v,
-            index_topk=64,
-        )
-    scale = 1.0 if kv_cache_dtype == "fp8_ds_mla" else K_SCALE
+        heads = 16 if on_gpu else 2
+        dims = replace(model or DEEPSEEK, num_heads=heads, index_topk=64)
     return make_world(
-        prompts, dims=Dims(**dims), block_size=64 if on_gpu else 16, k_scale=scale
+        prompts,
+        dims=replace(dims, kv_cache_dtype=kv_cache_dtype),
+        block_size=64 if on_gpu else 16,
+        k_scale=1.0 if kv_cache_dtype == "fp8_ds_mla" else K_SCALE,
     )
 
 
@@ -83,7 +77,7 @@ def test_scenarios(make_world, kv_cache_dtype, scenario):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_ds_mla", "fp8"])
-@pytest.mark.parametrize("model", MODELS)
+@models
 def test_dimensions_of_real_models(make_world, model, kv_cache_dtype):
     world = quantized_world(make_world, kv_cache_dtype, model)
     step = world.step([(0, 101, 140), (1, 0, 77)], chunk_rows=64)
@@ -92,7 +86,7 @@ def test_dimensions_of_real_models(make_world, model, kv_cache_dtype):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 def test_rows_without_a_rope_part(make_world, kv_cache_dtype):
-    world = quantized_world(make_world, kv_cache_dtype, "no RoPE")
+    world = quantized_world(make_world, kv_cache_dtype, GLM_FLASH)
     assert world.cache.shape[-1] == 512
     step = world.step([(0, 101, 180), (1, 0, 33)], chunk_rows=64)
     world.assert_right(step, world.run(step))
@@ -109,7 +103,7 @@ def test_contexts_of_every_remainder_in_one_step(make_world, kv_cache_dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_range", [False, True], ids=["whole", "per-range"])
-@pytest.mark.parametrize("model", MODELS)
+@models
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
 def test_every_remainder_of_real_models(make_world, kv_cache_dtype, model, per_range):
     world = quantized_world(make_world, kv_cache_dtype, model)
