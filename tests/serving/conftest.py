@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -47,6 +48,25 @@ def sm90_gpus() -> int:
         if count:
             return count
     pytest.skip("needs an SM90 GPU (H100, H200) to run `vllm serve` on")
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., list[str]]:
+    """Runs code in a new Python, with arguments and variables: the lines it prints."""
+
+    def run(code: str, *args: str, folder: Path, **env: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *args],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            cwd=folder,
+            env=os.environ | env,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,7 @@ Whether such a server starts and answers, ``test_launches`` sees.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,7 +61,7 @@ def configure(arguments):
     }
 
 answers = {}
-for name, (arguments, environment) in json.load(sys.stdin).items():
+for name, (arguments, environment) in json.loads(sys.argv[1]).items():
     before = dict(os.environ)
     os.environ.update(environment)
     try:
@@ -121,7 +118,7 @@ REFUSED = {"batch-invariant": "No valid attention backend"}
 
 
 @pytest.fixture(scope="module")
-def configured(tmp_path_factory) -> dict[str, dict]:
+def configured(run_python, tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("launches")
     rows = {}
     for launch in LAUNCHES:
@@ -132,17 +129,9 @@ def configured(tmp_path_factory) -> dict[str, dict]:
         write_tokenizer(model, spec.vocab_size)
         server = Server(model, "opt-in", folder / "log", **launch.server_arguments())
         rows[launch.name] = (server.command()[4:], dict(launch.env))
-    done = subprocess.run(
-        [sys.executable, "-c", CONFIGURE],
-        input=json.dumps(rows),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    lines = run_python(CONFIGURE, json.dumps(rows), folder=folder, **quiet)
+    return json.loads(lines[-1])
 
 
 def test_every_row_is_here():

@@ -3,9 +3,7 @@
 """The server's command line, its log, and the probe inside it; no GPU."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -106,24 +104,11 @@ compilation during inference: FlashAttentionForwardSm90. This causes a spike.
 """
 
 
-def _python(code: str, *args: str, env: dict[str, str], cwd: Path) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=cwd,
-        env={**os.environ, **env},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
-def test_vllm_takes_the_command_line(tmp_path):
+def test_vllm_takes_the_command_line(run_python, tmp_path):
     server = Server(Path("model"), "patched", tmp_path / "log", kv_cache_gib=2)
     arguments = server.command()[4:]
-    (line,) = _python(PARSE, *arguments, env={"VLLM_PLUGINS": ""}, cwd=tmp_path)[-1:]
-    assert json.loads(line) == {
+    lines = run_python(PARSE, *arguments, folder=tmp_path, VLLM_PLUGINS="")
+    assert json.loads(lines[-1]) == {
         "mode": 0,
         "graphs": "NONE",
         "kv": 2 * 2**30,
@@ -168,9 +153,11 @@ def test_log_patterns_match_what_the_code_logs():
     assert re.search(r'event="(kernel )?JIT compilation"', source)
 
 
-def test_gpu_memory_is_recorded_in_stock_processes_and_their_forks(tmp_path):
+def test_gpu_memory_is_recorded_in_stock_processes_and_their_forks(
+    run_python, tmp_path
+):
     environment = probe_environment(tmp_path) | {"VLLM_PLUGINS": GPU_MEMORY_PLUGIN}
-    parent, child, patched = _python(WATCHED, env=environment, cwd=tmp_path)
+    parent, child, patched = run_python(WATCHED, folder=tmp_path, **environment)
     assert patched == "False"
     records = read_gpu_memory(tmp_path)
     assert {record["pid"] for record in records} == {int(parent), int(child)}
@@ -187,9 +174,9 @@ def test_gpu_memory_is_recorded_in_stock_processes_and_their_forks(tmp_path):
     ],
     ids=["rank-of-8", "all-lengths"],
 )
-def test_probe(kwargs, answers, tmp_path):
+def test_probe(run_python, kwargs, answers, tmp_path):
     environment = probe_environment(tmp_path, **kwargs)
-    output = _python(PROBED, env=environment, cwd=tmp_path)
+    output = run_python(PROBED, folder=tmp_path, **environment)
     assert output[-len(answers) :] == list(map(str, answers))
     (record,) = read_records(tmp_path)
     assert record.pop("pid") > 0

@@ -4,9 +4,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -133,21 +130,19 @@ def test_same_seed_gives_the_same_bytes(model_folder, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory) -> dict[str, str]:
+def loaded(run_python, tmp_path_factory) -> dict[str, str]:
     """What a process says that loads one model after another."""
     folder = tmp_path_factory.mktemp("loaded")
     models = [str(write_model(folder / name, name)) for name in PARAMETERS]
-    run = subprocess.run(
-        [sys.executable, "-c", LOAD_SCRIPT, str(folder / "store"), *models],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=folder,
-        env={**os.environ, "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"},
+    lines = run_python(
+        LOAD_SCRIPT,
+        str(folder / "store"),
+        *models,
+        folder=folder,
+        VLLM_PLUGINS="",
+        HF_HUB_OFFLINE="1",
     )
-    assert run.returncode == 0, run.stderr[-3000:]
-    lines = run.stdout.splitlines()[-len(models) :]
-    return dict(zip(PARAMETERS, lines, strict=True))
+    return dict(zip(PARAMETERS, lines[-len(models) :], strict=True))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
