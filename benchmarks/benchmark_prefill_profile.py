@@ -119,7 +119,7 @@ def main() -> None:
             max_model_len=longest + 256,
             max_num_batched_tokens=longest,
             extra_args=(*NO_COMPILE, *profiler_arguments(Path(traces))),
-        ) as (servers, _),
+        ) as servers,
     ):
         ttft, kernels = asyncio.run(
             measure(servers, Path(traces), args.shapes, args.repeat)

@@ -114,7 +114,7 @@ async def _bench_serve(server: Server, requests: list[dict], rate: float, seed: 
     from vllm.benchmarks.serve import add_cli_args, main_async
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    dataset = server.log_path.with_name("requests.jsonl")
+    dataset = server.folder / "requests.jsonl"
     dataset.write_text("".join(json.dumps(request) + "\n" for request in requests))
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
@@ -185,7 +185,6 @@ async def run_round(
 
 async def measure(
     servers: dict[str, Server],
-    folders: dict[str, Path],
     rates: Sequence[float],
     rounds: int,
     seconds: float,
@@ -199,7 +198,7 @@ async def measure(
             length = seconds if number else WARM_UP * seconds
             return await run_round(session, servers[variant], rate, length, seed)
 
-        return await run_rounds(servers, folders, schedule, run)
+        return await run_rounds(servers, schedule, run)
 
 
 def make_rows(found: dict[tuple[float, str], list[DayRound]]) -> list[dict]:
@@ -227,10 +226,8 @@ def main() -> None:
         parser.error("--rates, --rounds and --seconds must be above 0")
     with running_servers(
         args, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB, tokenizer=True
-    ) as (servers, folders):
-        found = asyncio.run(
-            measure(servers, folders, args.rates, args.rounds, args.seconds)
-        )
+    ) as servers:
+        found = asyncio.run(measure(servers, args.rates, args.rounds, args.seconds))
     finish(args, found, make_rows(found), day, bad=("failed", "left"))
 
 

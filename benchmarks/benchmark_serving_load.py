@@ -92,27 +92,25 @@ def _host_mib(server: Server) -> float:
     return sum(process.memory_info().rss for process in processes) / 2**20
 
 
-def _gpu_mib_at(folder: Path, moment: float) -> dict[str, float]:
+def _gpu_mib_at(server: Server, moment: float) -> dict[str, float]:
     """A server's ``allocated`` and ``reserved`` memory, first seen after ``moment``."""
     for _ in range(20):
-        for record in read_gpu_memory(folder):
+        for record in read_gpu_memory(server.folder):
             if record["time"] >= moment:
                 return {
                     name: record[name] / 2**20 for name in ("allocated", "reserved")
                 }
         time.sleep(GPU_MEMORY_PERIOD_S / 2)
-    raise RuntimeError(f"the server of {folder} does not report its memory")
+    raise RuntimeError(f"the server of {server.folder} does not report its memory")
 
 
-def _measure(
-    servers: dict[str, Server], folders: dict[str, Path], args: argparse.Namespace
-) -> list[dict]:
+def _measure(servers: dict[str, Server], args: argparse.Namespace) -> list[dict]:
     group = list(servers.values())
     asyncio.run(_run(group, args.clients, args.warm_up, seed=1_000_000))
     compiled = [len(server.jit_kernels()) for server in group]
     host, gpu = [_host_mib(server) for server in group], gpu_memory_mib()
     idle = time.time()
-    memory_before = [_gpu_mib_at(folders[variant], idle) for variant in servers]
+    memory_before = [_gpu_mib_at(server, idle) for server in group]
     start = time.time()
     loads = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
     end, gpu_after = time.time(), gpu_memory_mib()
@@ -122,8 +120,8 @@ def _measure(
         failed = [answer.error for answer in answers if not answer.ok]
         new_kernels = server.jit_kernels()[compiled[i] :]
         before = memory_before[i]
-        half_way = _gpu_mib_at(folders[variant], start + args.seconds / 2)
-        after = _gpu_mib_at(folders[variant], end)
+        half_way = _gpu_mib_at(server, start + args.seconds / 2)
+        after = _gpu_mib_at(server, end)
         for text in (*failed[:3], *new_kernels):
             print(f"{variant}: {text}")
         rows.append(
@@ -158,8 +156,8 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=120.0, help="seconds")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
-    with running_servers(args, max_model_len=MAX_MODEL_LEN) as (servers, folders):
-        rows = _measure(servers, folders, args)
+    with running_servers(args, max_model_len=MAX_MODEL_LEN) as servers:
+        rows = _measure(servers, args)
     print_table(f"{args.clients} clients for {args.seconds:.0f} s", rows)
     if args.csv is not None:
         save_csv(args.csv, [{"model": args.model} | row for row in rows])

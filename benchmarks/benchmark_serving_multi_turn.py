@@ -167,7 +167,6 @@ async def _fill_cache(session, url: str, conversations: Sequence[Conversation]):
 
 async def measure(
     servers: dict[str, Server],
-    folders: dict[str, Path],
     turn_tokens: Sequence[int],
     rounds: int,
     num_prompts: int,
@@ -186,7 +185,7 @@ async def measure(
         for variant, server in with_progress(servers.items(), "filling caches"):
             await _fill_cache(session, server.url, users[variant])
         schedule = itertools.product(range(rounds + 1), turn_tokens)
-        return await run_rounds(servers, folders, schedule, run)
+        return await run_rounds(servers, schedule, run)
 
 
 def make_rows(found: dict[tuple[int, str], list[TurnsRound]]) -> list[dict]:
@@ -221,9 +220,9 @@ def main() -> None:
         max_model_len=MAX_MODEL_LEN,
         kv_cache_gib=KV_CACHE_GIB,
         extra_args=(*NO_COMPILE, "--api-server-count", str(args.api_servers)),
-    ) as (servers, folders):
+    ) as servers:
         found = asyncio.run(
-            measure(servers, folders, args.turn_tokens, args.rounds, args.prompts)
+            measure(servers, args.turn_tokens, args.rounds, args.prompts)
         )
     finish(args, found, make_rows(found), multi_turn, bad=("failed", "cold"))
 

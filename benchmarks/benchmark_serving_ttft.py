@@ -48,9 +48,7 @@ def parse_shape(text: str) -> tuple[int, int]:
     return length, count
 
 
-async def measure(
-    servers, folders, shapes, repeat: int, unquantized=None
-) -> list[dict]:
+async def measure(servers, shapes, repeat: int, unquantized=None) -> list[dict]:
     """Rows of the table, one per shape and variant."""
     times = {(shape, variant): [] for shape in shapes for variant in servers}
     masked = dict.fromkeys(times, 0)
@@ -59,10 +57,10 @@ async def measure(
         answers = await compare_answers(session, servers, lengths, unquantized)
         everything = itertools.product(shapes, servers.items())
         for shape, (variant, server) in with_progress(everything, "warming up"):
-            before = len(read_records(folders[variant]))
+            before = len(read_records(server.folder))
             for i in range(WARM_UP_ROUNDS):
                 await burst(session, server.url, *shape, f"warm {shape} {i}")
-            masked[shape, variant] = len(read_records(folders[variant])) - before
+            masked[shape, variant] = len(read_records(server.folder)) - before
         everything = itertools.product(range(repeat), shapes)
         for i, shape in with_progress(everything, "timing"):
             # Every other round backwards: no variant always follows the same one.
@@ -100,18 +98,14 @@ def main() -> None:
     args = parser.parse_args()
     longest = max(length for length, _ in args.shapes) + 256
     with contextlib.ExitStack() as stack:
-        servers, folders = stack.enter_context(
-            running_servers(args, max_model_len=longest)
-        )
+        servers = stack.enter_context(running_servers(args, max_model_len=longest))
         unquantized = None
         if args.kv_cache_dtype != "auto":
             unrounded = running_servers(
                 args, ["stock"], kv_cache_dtype="auto", max_model_len=longest
             )
-            unquantized = stack.enter_context(unrounded)[0]["stock"]
-        rows = asyncio.run(
-            measure(servers, folders, args.shapes, args.repeat, unquantized)
-        )
+            unquantized = stack.enter_context(unrounded)["stock"]
+        rows = asyncio.run(measure(servers, args.shapes, args.repeat, unquantized))
     rows = [setting_of(args) | row for row in rows]
     print_table("Time to first token, milliseconds at the HTTP client", rows)
     save_results(args, rows)

@@ -7,8 +7,13 @@ from collections.abc import Iterable
 from bench_common import with_progress
 
 from serving.client import complete, make_prompt
-from serving.compare import between, difference, spread
-from serving.scenario import STOCK_NOISE, control_difference, control_prompt
+from serving.compare import between, difference
+from serving.scenario import (
+    STOCK_NOISE,
+    control_difference,
+    control_prompt,
+    noise_budget,
+)
 
 CHECK_RUNS = 2
 
@@ -47,30 +52,27 @@ async def check_answers(
         Complaints about those that do not agree, and by variant columns for its rows.
     """
 
-    def ask(server, prompt: list[int], salt: str):
+    def score(server, prompt: list[int], salt: str):
         return complete(session, server.url, prompt, 1, salt=salt, score_prompt=True)
-
-    def score(variant: str, prompt: list[int], salt: str):
-        return ask(servers[variant], prompt, salt)
 
     prompt = make_prompt(length, seed=length)
     answers = {
-        variant: [await score(variant, prompt, f"check {i}") for i in range(CHECK_RUNS)]
-        for variant in servers
+        variant: [await score(server, prompt, f"check {i}") for i in range(CHECK_RUNS)]
+        for variant, server in servers.items()
     }
     baseline = next(iter(servers))
-    noise = spread(answers[baseline])
+    expected = answers[baseline]
     # Another order of rounding also moves keys over the edge of the top-k, so a
     # single token may differ by more than runs of one variant do; the mean may not.
-    allowed = max(2 * noise.mean, STOCK_NOISE)
+    allowed = max(noise_budget([expected]).mean, STOCK_NOISE)
     if unquantized is not None:
-        unrounded = await ask(unquantized, prompt, "unquantized")
-        rounding = difference(answers[baseline][0], unrounded).mean
+        unrounded = await score(unquantized, prompt, "unquantized")
+        rounding = difference(expected[0], unrounded).mean
         print(f"{length} tokens, rounding in the cache: {rounding:.5f} on average")
         allowed = max(allowed, 2 * rounding)
     complaints = []
-    control = await score(baseline, control_prompt(prompt), "control")
-    seen = control_difference(answers[baseline][0], control)
+    control = await score(servers[baseline], control_prompt(prompt), "control")
+    seen = control_difference(expected[0], control)
     print(
         f"{length} tokens, a quarter of the keys replaced: {seen.mean:.5f} on average"
     )
@@ -80,8 +82,8 @@ async def check_answers(
             f"average, too little to tell from the {allowed:.5f} allowed"
         )
     columns = {}
-    for variant in servers:
-        found = between(answers[baseline], answers[variant])
+    for variant, runs in answers.items():
+        found = between(expected, runs)
         columns[variant] = {
             "log-prob difference": f"{found.mean:.4f}",
             "log-prob difference with other keys": f"{seen.mean:.4f}",

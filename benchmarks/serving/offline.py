@@ -30,7 +30,7 @@ class OfflineRun(Server):
     @property
     def answers_path(self) -> Path:
         """Gets the answers."""
-        return self.log_path.with_name("answers.json")
+        return self.folder / "answers.json"
 
     def command(self) -> list[str]:
         """The command line."""

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -61,7 +60,6 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 async def run_rounds(
     servers: Mapping[str, Server],
-    folders: Mapping[str, Path],
     schedule: Iterable[tuple[int, float]],
     run: Callable[[str, int, float, int], Awaitable[AnyRound]],
 ) -> Found:
@@ -69,7 +67,6 @@ async def run_rounds(
 
     Args:
         servers: by variant.
-        folders: of their probes' records.
         schedule: number and place of each round; number 0 warms up.
         run: given variant, number and place of a round, and a seed of its own.
     """
@@ -77,12 +74,13 @@ async def run_rounds(
     for seed, (number, place) in enumerate(with_progress(schedule, "rounds"), 1):
         # Every other round backwards: no variant always follows the same one.
         for variant in list(servers)[:: 1 if number % 2 else -1]:
-            server, folder = servers[variant], folders[variant]
-            masked, compiled = len(read_records(folder)), len(server.jit_kernels())
+            server = servers[variant]
+            masked = len(read_records(server.folder))
+            compiled = len(server.jit_kernels())
             answers = await run(variant, number, place, seed)
-            answers.masked = len(read_records(folder)) - masked
+            answers.masked = len(read_records(server.folder)) - masked
             answers.compiled = len(server.jit_kernels()) - compiled
-            seen = read_gpu_memory(folder)
+            seen = read_gpu_memory(server.folder)
             answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
             if number:
                 found.setdefault((place, variant), []).append(answers)

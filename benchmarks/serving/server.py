@@ -71,7 +71,7 @@ class Server:
 
     model: Path  # folder of the model
     variant: str  # one of ``VARIANTS``
-    log_path: Path  # file that gets stdout and stderr of all its processes
+    folder: Path  # gets its log and what its probe records
     max_model_len: int = 8192  # longest sequence in tokens
     max_num_batched_tokens: int = 8192  # token budget of a scheduler step
     max_num_seqs: int = 64  # most requests in a step
@@ -89,6 +89,11 @@ class Server:
     extra_env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen | None = field(default=None, init=False)
+
+    @property
+    def log_path(self) -> Path:
+        """The file that gets stdout and stderr of all its processes."""
+        return self.folder / "server.log"
 
     @property
     def url(self) -> str:
@@ -129,7 +134,7 @@ class Server:
         if self.tensor_parallel_size > 1 or self.several_gpus:
             environment |= _NO_MULTICAST
         environment |= self.extra_env
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             # Not in a checkout: the server must find the installed packages.
             self.process = subprocess.Popen(
@@ -137,7 +142,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                cwd=self.log_path.parent,
+                cwd=self.folder,
                 start_new_session=True,
             )
         return self

@@ -67,13 +67,13 @@ def side_by_side(servers: Mapping[str, Server]) -> Iterator[None]:
 @contextlib.contextmanager
 def running_servers(
     args: argparse.Namespace, variants: Sequence[str] | None = None, **kwargs
-) -> Iterator[tuple[dict[str, Server], dict[str, Path]]]:
+) -> Iterator[dict[str, Server]]:
     """Write the model, and run one server per variant.
 
     ``kwargs`` are fields of ``Server`` that the arguments do not set.
 
     Yields:
-        The servers, and the folders of their probes' records, by variant.
+        The servers by variant.
     """
     # Stock loads the plugin that watches memory, as the others do, and nothing else.
     plugins = {"stock": {"VLLM_PLUGINS": GPU_MEMORY_PLUGIN}}
@@ -82,20 +82,19 @@ def running_servers(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_model(folder / "model", args.model)
-        folders = {variant: folder / variant for variant in variants}
         servers = {
             variant: Server(
                 folder / "model",
                 variant,
-                folders[variant] / "server.log",
-                extra_env=probe_environment(folders[variant], ranks=args.ranks)
+                folder / variant,
+                extra_env=probe_environment(folder / variant, ranks=args.ranks)
                 | plugins.get(variant, {}),
                 **kwargs,
             )
             for variant in variants
         }
         with side_by_side(servers):
-            yield servers, folders
+            yield servers
 
 
 def gpu_memory_mib() -> int:

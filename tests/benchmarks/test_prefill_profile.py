@@ -224,7 +224,7 @@ def csv(monkeypatch, tmp_path):
     def running_servers(args, *, extra_args, **lengths):
         assert set(lengths.values()) == {8448, 8192} and args.ranks == 8
         assert "--profiler-config" in extra_args
-        yield dict.fromkeys(args.variants), {}
+        yield dict.fromkeys(args.variants)
 
     monkeypatch.setattr(benchmark_prefill_profile, "measure", made_up)
     monkeypatch.setattr(benchmark_prefill_profile, "running_servers", running_servers)

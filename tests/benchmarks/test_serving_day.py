@@ -94,10 +94,10 @@ def measure(tmp_path, monkeypatch):
             servers[variant] = SimpleNamespace(
                 url=f"http://127.0.0.1:{port}",
                 model=tmp_path,
-                log_path=tmp_path / f"{variant}.log",
+                folder=tmp_path,
                 jit_kernels=lambda: [],
             )
-        found = await day.measure(servers, servers, [RATE], ROUNDS, SECONDS)
+        found = await day.measure(servers, [RATE], ROUNDS, SECONDS)
         return day.make_rows(found)
 
     return lambda **served: asyncio.run(run(served))

@@ -58,7 +58,9 @@ def serve(monkeypatch):
         served = Served(**kwargs)
         monkeypatch.setattr(multi_turn, "stream", served.stream)
         servers = {
-            name: SimpleNamespace(url=name, jit_kernels=lambda: ["a kernel"])
+            name: SimpleNamespace(
+                url=name, folder=name, jit_kernels=lambda: ["a kernel"]
+            )
             for name in variants
         }
         memory = [{"allocated": 2**20}, {"allocated": 3 * 2**20}]
@@ -68,13 +70,7 @@ def serve(monkeypatch):
             serving.rounds, "read_records", lambda name: range(records[name])
         )
         found = asyncio.run(
-            multi_turn.measure(
-                servers,
-                {name: name for name in variants},
-                [TURN_TOKENS],
-                rounds,
-                NUM_PROMPTS,
-            )
+            multi_turn.measure(servers, [TURN_TOKENS], rounds, NUM_PROMPTS)
         )
         return served, multi_turn.make_rows(found)
 

@@ -122,7 +122,7 @@ def running(
             # What is compared is masked MHA with sparse MQA, at every length.
             probe = probe_environment(folder, all_lengths=True)
             servers[variant] = Server(
-                *(model, variant, folder / "server.log"),
+                *(model, variant, folder),
                 extra_env=probe | environment,
                 **fields,
             )

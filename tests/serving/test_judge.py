@@ -110,6 +110,7 @@ def _judge_logs(folder: Path, **logs: str) -> list[str]:
     for variant, log in ({"stock": "", "patched": ""} | logs).items():
         server = _Running(folder, variant, folder / variant)
         server.process = SimpleNamespace(pid=pid)
+        server.folder.mkdir(exist_ok=True)
         server.log_path.write_text(log)
         servers[variant] = server
     answers = {name: Answers(warm_jit=["one"]) for name in servers}

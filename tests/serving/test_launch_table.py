@@ -127,7 +127,7 @@ def configured(run_python, tmp_path_factory) -> dict[str, dict]:
         spec = get_spec(launch.model)
         (model / "config.json").write_text(json.dumps(make_config(spec)))
         write_tokenizer(model, spec.vocab_size)
-        server = Server(model, "opt-in", folder / "log", **launch.server_arguments())
+        server = Server(model, "opt-in", folder, **launch.server_arguments())
         rows[launch.name] = (server.command()[4:], dict(launch.env))
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     lines = run_python(CONFIGURE, json.dumps(rows), folder=folder, **quiet)

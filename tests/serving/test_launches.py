@@ -62,11 +62,13 @@ async def _drafts(server: Server) -> tuple[int, int]:
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
 def test_launch(launch, servers, report_dir):
-    folders = {name: server.log_path.parent for name, server in servers.items()}
     # vLLM's warm-up has prefills too.
-    warm = {name: len(read_records(folder)) for name, folder in folders.items()}
+    warm = {name: len(read_records(s.folder)) for name, s in servers.items()}
     answers = scenario.ask(servers, launch.ask)
-    calls = {name: read_records(folders[name])[warm[name] :] for name in servers}
+    calls = {
+        name: read_records(server.folder)[warm[name] :]
+        for name, server in servers.items()
+    }
     drafts = {}
     complaints = [
         *judge.judge_answers(answers),
@@ -128,16 +130,14 @@ def test_offline(method, sm90_gpus, model_folder, tmp_path):
         folder = tmp_path / variant
         environment = probe_environment(folder, all_lengths=True)
         environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] = method
-        run = OfflineRun(
-            *(model_folder(MODEL), variant, folder / "log"), extra_env=environment
-        )
+        run = OfflineRun(*(model_folder(MODEL), variant, folder), extra_env=environment)
         started[variant] = run.start()
     try:
         answers = {name: run.wait_answers() for name, run in started.items()}
     finally:
         for run in started.values():
             run.stop()
-    calls = {name: read_records(tmp_path / name) for name in VARIANTS}
+    calls = {name: read_records(run.folder) for name, run in started.items()}
     active = {name: run.active_pids() for name, run in started.items()}
     assert judge.judge_answers(answers) == []
     assert judge.judge_masked_mha(calls, True) == []

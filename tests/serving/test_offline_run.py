@@ -52,7 +52,7 @@ class _Program(offline.OfflineRun):
 def test_answers_come_back(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "LLM", _MadeUp, raising=False)
     offline.main("model", str(tmp_path / "main.json"))
-    run = _Program(tmp_path, "stock", tmp_path / "log")
+    run = _Program(tmp_path, "stock", tmp_path)
     run.code = (
         f"import sys, shutil; shutil.copy({str(tmp_path / 'main.json')!r}, sys.argv[1])"
     )
@@ -70,7 +70,7 @@ def test_answers_come_back(tmp_path, monkeypatch):
 
 
 def test_failed_run_shows_its_log(tmp_path):
-    run = _Program(tmp_path, "patched", tmp_path / "log")
+    run = _Program(tmp_path, "patched", tmp_path)
     run.code = "raise OSError('no such model')"
     run.start()
     with pytest.raises(RuntimeError, match="(?s)patched run failed.*no such model"):

@@ -33,7 +33,7 @@ def answers(servers) -> dict[str, Answers]:
 @pytest.fixture(scope="module")
 def calls(answers, servers, report_dir) -> dict[str, list[dict]]:
     """The calls of masked MHA by variant."""
-    found = {name: read_records(s.log_path.parent) for name, s in servers.items()}
+    found = {name: read_records(s.folder) for name, s in servers.items()}
     if report_dir is not None:
         report = judge.describe(servers, answers, found)
         name = f"differences-{servers['stock'].kv_cache_dtype}.json"

@@ -54,8 +54,7 @@ def test_two_gpus_answer_as_one(answers, index):
 def test_dispatch_sees_all_heads_of_the_model(answers, tp_servers):
     """64 heads a rank: admitted only because the model has 128 in total."""
     one, two = (
-        read_records(tp_servers[name].log_path.parent)
-        for name in ("opt-in-tp1", "opt-in-tp2")
+        read_records(tp_servers[name].folder) for name in ("opt-in-tp1", "opt-in-tp2")
     )
     assert {c["num_heads"] for c in two} == {64}
     assert len({c["pid"] for c in two}) == 2

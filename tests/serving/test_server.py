@@ -105,7 +105,7 @@ compilation during inference: FlashAttentionForwardSm90. This causes a spike.
 
 
 def test_vllm_takes_the_command_line(run_python, tmp_path):
-    server = Server(Path("model"), "patched", tmp_path / "log", kv_cache_gib=2)
+    server = Server(Path("model"), "patched", tmp_path, kv_cache_gib=2)
     arguments = server.command()[4:]
     lines = run_python(PARSE, *arguments, folder=tmp_path, VLLM_PLUGINS="")
     assert json.loads(lines[-1]) == {
@@ -131,14 +131,14 @@ class _FailingServer(Server):
 
 
 def test_server_that_does_not_start_shows_its_log(tmp_path):
-    server = _FailingServer(tmp_path, "stock", tmp_path / "log").start()
+    server = _FailingServer(tmp_path, "stock", tmp_path).start()
     with pytest.raises(RuntimeError, match="(?s)stock server was not ready.*such mod"):
         server.wait_ready()
     server.stop()
 
 
 def test_log_is_read(tmp_path):
-    server = Server(Path("model"), "patched", tmp_path / "log")
+    server = Server(Path("model"), "patched", tmp_path)
     server.log_path.write_text(LOG)
     assert server.active_pids() == [11, 12]
     assert server.jit_kernels() == ["_topk_kernel", "FlashAttentionForwardSm90"]
