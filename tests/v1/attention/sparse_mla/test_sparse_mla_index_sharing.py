@@ -47,6 +47,13 @@ class Model:
         """What an indexer does in a step: new rows in the shared buffer."""
         step.write_topk(self.buffer)
 
+    def index_anew(self, step):
+        """The same with other rows than the step had."""
+        self.world.draw_topk()
+        rows = [self.world.topk[p][start:stop] for p, start, stop in step.spans]
+        step.topk.copy_(torch.cat(rows))
+        self.index(step)
+
     def run(self, step, layer):
         output = self.world.run(step, self.layers[layer], write_topk=False)
         self.world.assert_right(step, output)
@@ -89,17 +96,9 @@ def test_a_group_builds_once_a_step(world, builds, spans):
         builds.clear()
         for layer, kind in enumerate(pattern):
             if kind == "I":
-                world.draw_topk()
-                step = _same_step_with_new_rows(world, step)
-                model.index(step)
+                model.index_anew(step)
             model.run(step, layer)
         assert len(builds) == 2
-
-
-def _same_step_with_new_rows(world, step):
-    rows = torch.cat([world.topk[p][start:stop] for p, start, stop in step.spans])
-    step.topk.copy_(rows)
-    return step
 
 
 def test_another_step_builds_again_though_the_leader_did_not_run(world, builds):
@@ -110,9 +109,6 @@ def test_another_step_builds_again_though_the_leader_did_not_run(world, builds):
     model.run(first, 1)
     world.draw_topk()
     second = world.step(SPANS, mask=first.mask)
-    second.metadata.prefill.topk_mask_workspace = (
-        first.metadata.prefill.topk_mask_workspace
-    )
     # New metadata in the memory of the old, if the allocator likes.
     del first
     gc.collect()
@@ -125,12 +121,9 @@ def test_another_step_builds_again_though_the_leader_did_not_run(world, builds):
 
 def test_another_batch_of_the_same_shape_builds_again(world):
     model = Model(world, "Is")
-    workspace = None
+    mask = world.step([(0, 64, 120)]).mask
     for spans in ([(0, 64, 120)], [(1, 64, 120)], [(0, 64, 120)]):
-        step = world.step(spans)
-        if workspace is None:
-            workspace = step.metadata.prefill.topk_mask_workspace
-        step.metadata.prefill.topk_mask_workspace = workspace
+        step = world.step(spans, mask=mask)
         model.index(step)
         for layer in range(2):
             model.run(step, layer)
@@ -139,10 +132,8 @@ def test_another_batch_of_the_same_shape_builds_again(world):
 def test_range_masks_overwrite_the_mask_of_another_step(world, builds):
     """Two batches under way on one workspace; the larger one only fits in ranges."""
     model = Model(world, "Is")
-    small = world.step([(0, 64, 100)])
     large = world.step([(0, 100, 190), (1, 130, 190)], chunk_rows=96, per_range=True)
-    shared = large.metadata.prefill.topk_mask_workspace
-    small.metadata.prefill.topk_mask_workspace = shared
+    small = world.step([(0, 64, 100)], mask=large.mask)
     assert model.layers[0].masked_mha_workspace_fits(large.metadata.prefill)
 
     model.index(small)
@@ -232,9 +223,7 @@ def test_the_first_layer_of_a_group_always_builds(world, builds):
     model = Model(world, "Is")
     step = world.step(SPANS)
     for _ in range(2):
-        world.draw_topk()
-        _same_step_with_new_rows(world, step)
-        model.index(step)
+        model.index_anew(step)
         model.run(step, 0)
     assert len(builds) == 2
 
@@ -245,9 +234,7 @@ def test_a_second_forward_over_the_same_metadata_builds_again(world, builds):
     draft = Model(world, "Is", buffer=target.buffer)
     step = world.step(SPANS)
     for model in (target, draft, draft):
-        world.draw_topk()
-        _same_step_with_new_rows(world, step)
-        model.index(step)
+        model.index_anew(step)
         builds.clear()
         for layer in range(2):
             model.run(step, layer)
