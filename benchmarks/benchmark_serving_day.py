@@ -38,7 +38,7 @@ import numpy as np
 from bench_common import plain_parser
 from result_sections import day
 from serving.client import open_session, running_requests, stream
-from serving.rounds import Round, compared_rows, finish, percentiles, run_rounds
+from serving.rounds import Round, finish, percentiles, run_rounds
 from serving.server import MODEL_NAME, Server
 from serving.servers import add_server_options, parse_comparison, running_servers
 
@@ -201,11 +201,6 @@ async def measure(
         return await run_rounds(servers, schedule, run)
 
 
-def make_rows(found: dict[tuple[float, str], list[DayRound]]) -> list[dict]:
-    """A row for each rate, measure and variant; stock is among these."""
-    return compared_rows(found, "rate", COUNTS)
-
-
 def main() -> None:
     """Command line."""
     parser = plain_parser(__doc__)
@@ -228,7 +223,7 @@ def main() -> None:
         args, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB, tokenizer=True
     ) as servers:
         found = asyncio.run(measure(servers, args.rates, args.rounds, args.seconds))
-    finish(args, found, make_rows(found), day, bad=("failed", "left"))
+    finish(args, found, "rate", COUNTS, day, bad=("failed", "left"))
 
 
 if __name__ == "__main__":

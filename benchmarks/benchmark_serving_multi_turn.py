@@ -39,7 +39,7 @@ from pathlib import Path
 from bench_common import plain_parser, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_prompt, open_session, stream
-from serving.rounds import Round, compared_rows, finish, percentiles, run_rounds
+from serving.rounds import Round, finish, percentiles, run_rounds
 from serving.server import NO_COMPILE, Server
 from serving.servers import add_server_options, parse_comparison, running_servers
 
@@ -188,11 +188,6 @@ async def measure(
         return await run_rounds(servers, schedule, run)
 
 
-def make_rows(found: dict[tuple[int, str], list[TurnsRound]]) -> list[dict]:
-    """A row for each turn length, measure and variant; stock is among these."""
-    return compared_rows(found, "turn tokens", COUNTS)
-
-
 def main() -> None:
     """Command line."""
     parser = plain_parser(__doc__)
@@ -224,7 +219,7 @@ def main() -> None:
         found = asyncio.run(
             measure(servers, args.turn_tokens, args.rounds, args.prompts)
         )
-    finish(args, found, make_rows(found), multi_turn, bad=("failed", "cold"))
+    finish(args, found, "turn tokens", COUNTS, multi_turn, bad=("failed", "cold"))
 
 
 if __name__ == "__main__":

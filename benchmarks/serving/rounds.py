@@ -119,12 +119,16 @@ def compared_rows(found: Found, place: str, counts: Collection[str]) -> list[dic
 def finish(
     args: argparse.Namespace,
     found: Found,
-    rows: Sequence[dict],
+    place: str,
+    counts: Collection[str],
     show: Callable[[Sequence[dict]], str],
     bad: Collection[str],
 ) -> NoReturn:
-    """Save and print the rows and some errors; ends with 1 if there is any ``bad``."""
-    rows = [setting_of(args) | row for row in rows]
+    """Save and print the rows and some errors; ends with 1 if there is any ``bad``.
+
+    ``place`` and ``counts`` are as of ``compared_rows``.
+    """
+    rows = [setting_of(args) | row for row in compared_rows(found, place, counts)]
     save_results(args, rows)
     print(show(rows))
     for (place, variant), rounds in found.items():

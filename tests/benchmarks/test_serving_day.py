@@ -13,6 +13,7 @@ from aiohttp import web
 from bench_common import origin
 from result_sections import day as section
 from serving import rounds
+from serving.rounds import compared_rows
 from serving.server import free_port
 from tokenizers import Tokenizer
 
@@ -98,7 +99,7 @@ def measure(tmp_path, monkeypatch):
                 jit_kernels=lambda: [],
             )
         found = await day.measure(servers, [RATE], ROUNDS, SECONDS)
-        return day.make_rows(found)
+        return compared_rows(found, "rate", day.COUNTS)
 
     return lambda **served: asyncio.run(run(served))
 
@@ -169,7 +170,7 @@ def test_rows_are_drawn(tmp_path):
     script = "python3 benchmarks/benchmark_serving_day.py"
     rows = [
         {"model": "m"} | row | origin() | {"command": script}
-        for row in day.make_rows(found)
+        for row in compared_rows(found, "rate", day.COUNTS)
     ]
     plots.draw(tmp_path / "day.svg", rows)
     text = (tmp_path / "day.svg").read_text()

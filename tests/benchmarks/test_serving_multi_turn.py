@@ -11,6 +11,7 @@ import pytest
 import serving.rounds
 from result_sections import multi_turn as section
 from serving.client import Completion
+from serving.rounds import compared_rows
 
 TURN_TOKENS = 16
 NUM_PROMPTS = 12
@@ -72,7 +73,7 @@ def serve(monkeypatch):
         found = asyncio.run(
             multi_turn.measure(servers, [TURN_TOKENS], rounds, NUM_PROMPTS)
         )
-        return served, multi_turn.make_rows(found)
+        return served, compared_rows(found, "turn tokens", multi_turn.COUNTS)
 
     return run
 
