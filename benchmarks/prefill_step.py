@@ -26,10 +26,9 @@ from mask_cases import TOPK, topk_rows, visible_keys
 from prefill_batches import Batch
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_sparse_mla.testing.kv_cache import row_bytes
 from vllm_sparse_mla.testing.layer import DEEPSEEK, GLM, Dims, make_layer
 from vllm_sparse_mla.testing.stock import load_stock_module
-from vllm_sparse_mla.testing.world import plan_step
+from vllm_sparse_mla.testing.world import encode_latents, plan_step
 
 LAYER_MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 MASK_MODULE = "vllm.model_executor.layers.attention.sparse_mla_mask"
@@ -213,11 +212,12 @@ class Prefill:
 
     def _fill_cache(self) -> None:
         """Latents of every sequence, in the cache's pages and format."""
-        from vllm import _custom_ops
-
         step, device = self.step, self.device
-        latent_dim, dtype = step.dims.latent_dim, step.dims.kv_cache_dtype
-        latents = self._randn(step.keys, latent_dim)
+        dtype = step.dims.kv_cache_dtype
+        latents = self._randn(step.keys, step.dims.latent_dim)
+        if dtype != "auto":
+            latents = _exact_in_fp8(latents)
+        rows = encode_latents(step.dims, latents, self.k_scale)
         pages = [-(-tokens // BLOCK_SIZE) for tokens in step.batch.seq_lens]
         order = torch.randperm(sum(pages), dtype=torch.int32, device=device)
         self.block_table = pad_sequence(order.split(pages), batch_first=True)
@@ -227,24 +227,10 @@ class Prefill:
             page = row.long()[position // BLOCK_SIZE]
             slots.append(page * BLOCK_SIZE + position % BLOCK_SIZE)
             new.append(position >= context)
-        slots = torch.cat(slots)
-        if dtype == "auto":
-            self.cache = self._randn(sum(pages), BLOCK_SIZE, latent_dim)
-            self.cache.view(-1, latent_dim)[slots] = latents
-        else:
-            latents = _exact_in_fp8(latents)
-            shape = (sum(pages), BLOCK_SIZE, row_bytes(dtype, latent_dim))
-            self.cache = torch.zeros(shape, dtype=torch.uint8, device=device)
-            _custom_ops.concat_and_cache_mla(
-                latents[:, :LATENT],
-                latents[:, LATENT:],
-                self.cache,
-                slots,
-                dtype,
-                self.k_scale,
-            )
-            if dtype != "fp8_ds_mla":
-                self.cache = self.cache.view(torch.float8_e4m3fn)
+        self.cache = rows.new_zeros(sum(pages), BLOCK_SIZE, rows.shape[1])
+        self.cache.flatten(0, 1)[torch.cat(slots)] = rows
+        if dtype not in ("auto", "fp8_ds_mla"):
+            self.cache = self.cache.view(torch.float8_e4m3fn)
         self.latents = latents[torch.cat(new)]
 
     def _metadata(self, cls: type | None = None):

@@ -12,7 +12,7 @@ from prefill_step import LATENT, Prefill, _exact_in_fp8, backend_classes, make_s
 
 from vllm import _custom_ops
 from vllm.platforms.interface import DeviceCapability
-from vllm_sparse_mla.testing import reference
+from vllm_sparse_mla.testing import kv_cache, reference
 from vllm_sparse_mla.testing.stand_ins import noted_attention
 
 pytestmark = pytest.mark.skipif(
@@ -100,6 +100,16 @@ def test_quantized_caches_hold_the_latents_exactly():
     stored = (groups / scale).to(torch.float8_e4m3fn).float() * scale
     assert torch.equal(stored, groups)
     assert torch.equal(latents.to(torch.float8_e4m3fn).to(latents.dtype), latents)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla", "fp8"])
+def test_pages_hold_the_latents(kv_cache_dtype):
+    step = make_step("deepseek", 1, parse_batch("q3,q70s170"), 64, kv_cache_dtype)
+    prefill = Prefill(step, torch.device("cpu"))
+    position = torch.arange(100, 170)
+    rows = prefill.cache[prefill.block_table[0][position // 64], position % 64]
+    found = kv_cache.read_latents(rows, kv_cache_dtype, prefill.k_scale)
+    assert torch.equal(found, prefill.latents[:70].double())
 
 
 @pytest.mark.parametrize("topk", [2048, 512])

@@ -98,6 +98,25 @@ def plan_step(
     )
 
 
+def encode_latents(
+    dims: Dims, latents: torch.Tensor, k_scale: torch.Tensor
+) -> torch.Tensor:
+    """Rows of a layer's cache for latents: `[tokens, entry]`; by vLLM on a GPU."""
+    dtype = dims.kv_cache_dtype
+    size = kv_cache.row_bytes(dtype, dims.latent_dim)
+    if size is None or not latents.is_cuda:
+        return kv_cache.write_latents(latents, dtype, k_scale)
+    from vllm import _custom_ops
+
+    rows = latents.new_empty((1, len(latents), size), dtype=torch.uint8)
+    rank = dims.kv_lora_rank
+    slots = torch.arange(len(latents), device=latents.device)
+    _custom_ops.concat_and_cache_mla(
+        latents[:, :rank], latents[:, rank:], rows, slots, dtype, k_scale
+    )
+    return rows[0]
+
+
 @dataclass(frozen=True)
 class Step:
     """One scheduler step: metadata, and the tokens of its prefill requests."""
@@ -193,7 +212,7 @@ class World:
         order = torch.randperm(own_blocks, generator=self.generator, device=device)
         self.block_table = order.int().view(len(prompt_lens), width)
         self.k_scale = torch.full((1,), k_scale, device=device)
-        self.rows = [self.encode(latents) for latents in self.latents]
+        self.rows = [encode_latents(d, x, self.k_scale) for x in self.latents]
         self.cache = self.rows[0].new_empty(
             num_blocks or own_blocks, block_size, self.rows[0].shape[1]
         )
@@ -295,22 +314,6 @@ class World:
             pick(self.topk),
             mask,
         )
-
-    def encode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Rows of the cache for `latents`: `[tokens, entry]`."""
-        dtype = self.dims.kv_cache_dtype
-        size = kv_cache.row_bytes(dtype, self.dims.latent_dim)
-        if size is None or self.device.type != "cuda":
-            return kv_cache.write_latents(latents, dtype, self.k_scale)
-        from vllm import _custom_ops
-
-        rows = latents.new_empty((1, len(latents), size), dtype=torch.uint8)
-        rank = self.dims.kv_lora_rank
-        slots = torch.arange(len(latents), device=self.device)
-        _custom_ops.concat_and_cache_mla(
-            latents[:, :rank], latents[:, rank:], rows, slots, dtype, self.k_scale
-        )
-        return rows[0]
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
         """Float64 latents of cache rows, by the definition of their format."""
