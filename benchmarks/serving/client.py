@@ -4,10 +4,11 @@
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -32,8 +33,7 @@ class Completion:
     # Log-probability of each prompt token but the first.
     prompt_logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens that the prefix cache served
-    ttft: float = float("nan")  # seconds to the first token; only of streamed requests
-    seconds: float = float("nan")  # seconds to the last token
+    ttft: float = math.nan  # seconds to the first token; only of streamed requests
 
     @property
     def ok(self) -> bool:
@@ -83,7 +83,8 @@ def _gap(logprobs: Iterable[float]) -> float:
     return best - second
 
 
-def _parse(completion: Completion, answer: dict) -> None:
+async def _parse(completion: Completion, response: aiohttp.ClientResponse) -> None:
+    answer = await response.json()
     choice = answer["choices"][0]
     completion.token_ids = choice["token_ids"]
     completion.logprobs = choice["logprobs"]["token_logprobs"]
@@ -134,8 +135,8 @@ async def chat(
     return await _post(session, f"{url}/v1/chat/completions", body, _parse_chat)
 
 
-def _parse_chat(completion: Completion, answer: dict) -> None:
-    choice = answer["choices"][0]
+async def _parse_chat(completion: Completion, response: aiohttp.ClientResponse) -> None:
+    choice = (await response.json())["choices"][0]
     completion.token_ids = choice["token_ids"]
     for token in choice["logprobs"]["content"]:
         completion.logprobs.append(token["logprob"])
@@ -146,22 +147,19 @@ async def _post(
     session: aiohttp.ClientSession,
     url: str,
     body: dict,
-    parse: Callable[[Completion, dict], None],
+    read: Callable[[Completion, aiohttp.ClientResponse], Awaitable[None]],
 ) -> Completion:
+    """Send a request, and have its answer read if it is a success."""
     completion = Completion()
-    start = time.perf_counter()
     try:
         async with session.post(url, json=body) as response:
             completion.status = response.status
-            text = await response.text()
+            if response.status == 200:
+                await read(completion, response)
+            else:
+                completion.error = await response.text()
     except (aiohttp.ClientError, TimeoutError) as error:
         completion.error = repr(error)
-        return completion
-    completion.seconds = time.perf_counter() - start
-    if completion.status == 200:
-        parse(completion, json.loads(text))
-    else:
-        completion.error = text
     return completion
 
 
@@ -180,39 +178,31 @@ async def stream(
     """
     body = _body(prompt, max_tokens, salt)
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    completion = Completion()
+
+    async def read(completion: Completion, response: aiohttp.ClientResponse) -> None:
+        tokens = completion.token_ids
+        async for line in response.content:
+            payload = line.decode().strip().removeprefix("data: ")
+            if not payload or payload == "[DONE]":
+                continue
+            event = json.loads(payload)
+            if "error" in event:
+                completion.error = payload
+                return
+            for choice in event["choices"]:
+                tokens += choice.get("token_ids") or []
+            if event.get("usage"):
+                completion.cached_tokens = _cached_tokens(event)
+            if tokens and math.isnan(completion.ttft):
+                completion.ttft = time.perf_counter() - start
+            if stop_after is not None and len(tokens) >= stop_after:
+                response.close()
+                return
+        if len(tokens) != max_tokens:
+            completion.error = f"{len(tokens)} of {max_tokens} tokens came"
+
     start = time.perf_counter()
-    try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            completion.status = response.status
-            if response.status != 200:
-                completion.error = await response.text()
-                return completion
-            async for line in response.content:
-                payload = line.decode().strip().removeprefix("data: ")
-                if not payload or payload == "[DONE]":
-                    continue
-                event = json.loads(payload)
-                if "error" in event:
-                    completion.error = payload
-                    return completion
-                for choice in event["choices"]:
-                    completion.token_ids += choice.get("token_ids") or []
-                if event.get("usage"):
-                    completion.cached_tokens = _cached_tokens(event)
-                now = time.perf_counter() - start
-                if completion.token_ids and completion.ttft != completion.ttft:
-                    completion.ttft = now
-                if stop_after is not None and len(completion.token_ids) >= stop_after:
-                    response.close()
-                    return completion
-    except (aiohttp.ClientError, TimeoutError) as error:
-        completion.error = repr(error)
-        return completion
-    completion.seconds = time.perf_counter() - start
-    if len(completion.token_ids) != max_tokens:
-        completion.error = f"{len(completion.token_ids)} of {max_tokens} tokens came"
-    return completion
+    return await _post(session, f"{url}/v1/completions", body, read)
 
 
 async def burst(

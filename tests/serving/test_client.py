@@ -165,7 +165,6 @@ def test_complete(ask, score_prompt):
     assert found.gaps == [1.0, 0.25]
     assert found.prompt_logprobs == ([-2.0, -3.0] if score_prompt else [])
     assert found.cached_tokens == 64
-    assert found.seconds > 0
 
 
 def test_chat(ask):
@@ -181,7 +180,7 @@ def test_stream(ask):
     assert found.ok
     assert found.token_ids == [0, 1, 2, 3, 4]
     assert found.cached_tokens == 64
-    assert 0 < found.ttft <= found.seconds
+    assert found.ttft > 0
 
 
 def test_stream_can_be_left(ask):
