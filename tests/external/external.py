@@ -30,10 +30,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from vllm_sparse_mla.guard import EDITED_FILES, OVERLAID_FILES
+from vllm_sparse_mla.tables import make_console, make_table
 
 HERE = Path(__file__).resolve().parent
 VARIANTS = {
@@ -145,10 +143,10 @@ def read_explained(suite: str, variant: str) -> dict[str, str]:
 
 def compare(suite: Suite, variants: Iterable[str], workers: int, logs: Path) -> int:
     """Run, compare and print; how many differences nothing explains."""
-    console = Console()
-    table = Table(title=f"{suite.name}: {len(suite.tests)} files or tests")
-    for name in ("variant", "passed", "failed", "skipped", "differ", "explained"):
-        table.add_column(name, justify="right" if table.columns else "left")
+    console = make_console()
+    title = f"{suite.name}: {len(suite.tests)} files or tests"
+    counted = ("passed", "failed", "skipped", "differ", "explained")
+    table = make_table(console, title, "Variant", *counted)
     unexplained, lines, stock = 0, [], {}
     for variant in variants:
         name = f"{suite.name}-{variant}"

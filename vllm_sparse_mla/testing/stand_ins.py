@@ -24,7 +24,6 @@ class MaskedCall:
     return_lse: bool
     num_aux_tensors: int
     max_seqlen_q: int
-    max_seqlen_k: int
     num_splits: int
 
 
@@ -51,7 +50,6 @@ def noted_attention(
                 kwargs["return_softmax_lse"],
                 len(kwargs.get("aux_tensors") or ()),
                 kwargs["max_seqlen_q"],
-                kwargs["max_seqlen_k"],
                 kwargs.get("num_splits", 0),
             )
         )
