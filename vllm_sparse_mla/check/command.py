@@ -149,7 +149,7 @@ def _run(
     if not has_gpu:
         stand_ins += ["paged-cache gather", "LSE merge"]
 
-    from vllm_sparse_mla.check.prefill import PrefillCheck
+    from vllm_sparse_mla.check.prefill import check_prefills
     from vllm_sparse_mla.testing.steps import ScheduledRun
 
     schedules = []
@@ -158,8 +158,7 @@ def _run(
         schedule = Schedule(workload, [])
         schedules.append(schedule)
         progress(schedule.title)
-        check = PrefillCheck(ScheduledRun(workload, device), fa4)
-        for result in check.results():
+        for result in check_prefills(ScheduledRun(workload, device), fa4):
             schedule.results.append(result)
             progress(f"step {result.step}, {result.mask_path}")
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from vllm_sparse_mla.testing import reference
 from vllm_sparse_mla.testing.masks import GuardedMask
 from vllm_sparse_mla.testing.steps import EngineStep, ScheduledRun
@@ -51,82 +49,74 @@ class StepResult:
         return {"ok": self.ok} | vars(self)
 
 
-class PrefillCheck:
-    """One attention layer with random weights and the steps that it gets.
+def check_prefills(run: ScheduledRun, fa4: bool) -> Iterator[StepResult]:
+    """Run every step that has a prefill, on each mask path that it can take.
 
-    Attributes:
-        run: the schedule whose steps the layer gets.
-        world: the prompts and the layer.
+    Args:
+        run: the schedule, whose steps one layer with random weights gets.
+        fa4: whether the layer runs on the real FA4, else on the reference.
     """
+    w = run.workload
+    # A GPU whose FA4 takes no packed masks.
+    on_gpu = run.device.type == "cuda"
+    instead = reference.flash_attn_varlen_func if on_gpu and not fa4 else None
+    world = World(
+        run.device,
+        [prompt_len + w.output_len for prompt_len in w.prompt_lens],
+        w.dims,
+        w.block_size,
+        max_tokens=w.token_budget,
+        num_blocks=w.num_blocks,
+        attend=instead,
+        config=run.vllm_config,
+    )
+    for step in run.steps():
+        if step.metadata.prefill is not None:
+            yield from _check_step(world, step)
 
-    def __init__(self, run: ScheduledRun, fa4: bool) -> None:
-        """Sets up the layer; `fa4` runs it on the real FA4, else on the reference."""
-        self.run = run
-        w = run.workload
-        # A GPU whose FA4 takes no packed masks.
-        on_gpu = run.device.type == "cuda"
-        instead = reference.flash_attn_varlen_func if on_gpu and not fa4 else None
-        self.world = World(
-            run.device,
-            [prompt_len + w.output_len for prompt_len in w.prompt_lens],
-            w.dims,
-            w.block_size,
-            max_tokens=w.token_budget,
-            num_blocks=w.num_blocks,
-            attend=instead,
-            config=run.vllm_config,
+
+def _check_step(world: World, engine_step: EngineStep) -> Iterator[StepResult]:
+    # The layer runs first: memory that the oracle freed cannot hold the answer.
+    runs = []
+    for path, step in _paths(world, engine_step).items():
+        world.calls.clear()
+        output = world.run(step)
+        runs.append((path, step, output, [call.callback for call in world.calls]))
+    prefills = engine_step.prefills
+    for path, step, output, calls in runs:
+        judgement = world.judge(step, output)
+        worst = int(judgement.error.argmax())
+        problem = ""
+        if not calls or set(calls) != _CALLBACKS[path]:
+            problem = f"attention was called with {calls}"
+        elif not judgement.budget.isfinite().all():
+            problem = "the eager run that sets the budget is not finite"
+        yield StepResult(
+            step=engine_step.index,
+            context_lens=tuple(engine_step.context_lens[prefills]),
+            query_lens=tuple(engine_step.query_lens[prefills]),
+            mask_path=path,
+            attention_calls=len(calls),
+            largest_error=float(judgement.error[worst]),
+            budget=float(judgement.budget[worst]),
+            error_over_budget=float(judgement.ratio.max()),
+            problem=problem,
         )
 
-    def results(self) -> Iterator[StepResult]:
-        """Run every step that has a prefill, on each mask path that it can take."""
-        for step in self.run.steps():
-            if step.metadata.prefill is not None:
-                yield from self._judge(step)
 
-    def _judge(self, engine_step: EngineStep) -> Iterator[StepResult]:
-        steps = self._paths(engine_step)
-        # The layer runs first: memory that the oracle freed cannot hold the answer.
-        runs = [(path, step, *self._forward(step)) for path, step in steps.items()]
-        prefills = engine_step.prefills
-        for path, step, output, calls in runs:
-            judgement = self.world.judge(step, output)
-            worst = int(judgement.error.argmax())
-            problem = ""
-            if not calls or set(calls) != _CALLBACKS[path]:
-                problem = f"attention was called with {calls}"
-            elif not judgement.budget.isfinite().all():
-                problem = "the eager run that sets the budget is not finite"
-            yield StepResult(
-                step=engine_step.index,
-                context_lens=tuple(engine_step.context_lens[prefills]),
-                query_lens=tuple(engine_step.query_lens[prefills]),
-                mask_path=path,
-                attention_calls=len(calls),
-                largest_error=float(judgement.error[worst]),
-                budget=float(judgement.budget[worst]),
-                error_over_budget=float(judgement.ratio.max()),
-                problem=problem,
-            )
+def _paths(world: World, engine_step: EngineStep) -> dict[str, Step]:
+    """The step with a mask workspace of just the size that leads to each path."""
+    spans, metadata = engine_step.spans, engine_step.metadata
 
-    def _paths(self, engine_step: EngineStep) -> dict[str, Step]:
-        """The step with a mask workspace of just the size that leads to each path."""
-        spans, metadata = engine_step.spans, engine_step.metadata
+    def with_workspace(per_range: bool = False) -> Step:
+        words = world.whole_mask_words(spans, per_range)
+        return world.take(spans, metadata, GuardedMask(words, world.device))
 
-        def with_workspace(per_range: bool = False) -> Step:
-            words = self.world.whole_mask_words(spans, per_range)
-            mask = GuardedMask(words, self.run.device)
-            return self.world.take(spans, metadata, mask)
-
-        if metadata.prefill.chunked_context is None:
-            return {NO_CONTEXT: with_workspace()}
-        paths = {WHOLE_SEQUENCE: with_workspace()}
-        smaller = with_workspace(per_range=True)
-        # Short contexts may need no more words whole than in ranges.
-        if self.world.impl.masked_mha_workspace_fits(smaller.metadata.prefill):
-            paths[PER_RANGE] = smaller
-        return paths
-
-    def _forward(self, step: Step) -> tuple[torch.Tensor, list[str]]:
-        self.world.calls.clear()
-        output = self.world.run(step)
-        return output, [call.callback for call in self.world.calls]
+    if metadata.prefill.chunked_context is None:
+        return {NO_CONTEXT: with_workspace()}
+    paths = {WHOLE_SEQUENCE: with_workspace()}
+    smaller = with_workspace(per_range=True)
+    # Short contexts may need no more words whole than in ranges.
+    if world.impl.masked_mha_workspace_fits(smaller.metadata.prefill):
+        paths[PER_RANGE] = smaller
+    return paths
