@@ -30,9 +30,9 @@ from bench_common import (
     save_results,
     with_progress,
 )
-from mask_cases import scattered_words
 from result_sections import first_calls
 
+from vllm_sparse_mla.testing.masks import expected_mask
 from vllm_sparse_mla.testing.stock import load_stock_module
 
 MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
@@ -131,9 +131,8 @@ def measure(lengths: list[int], repeat: int, device) -> list[dict]:
                 first = timed(call)
                 compiled = compilations() - before
                 some = [0, length // 2, length - 1]
-                if not torch.equal(
-                    out[0, some], scattered_words(topk[some], out.shape[2])
-                ):
+                words = expected_mask(topk[some], [3], 3, length, out.shape[2])
+                if not torch.equal(out[:, some], words):
                     raise RuntimeError(f"{name} builds a wrong mask for {length} keys")
                 again = statistics.median(timed(call) for _ in range(repeat))
                 if length != WARM_UP_LENGTH:

@@ -29,8 +29,9 @@ from bench_common import (
     timing_rows,
     with_progress,
 )
-from mask_cases import SHARES, TOPK, cumulative, scattered_words, split_tokens
+from mask_cases import SHARES, TOPK, cumulative, split_tokens
 
+from vllm_sparse_mla.testing.masks import CANARY, expected_mask
 from vllm_sparse_mla.testing.stock import load_stock_module
 
 MODULE = "vllm.model_executor.layers.attention.sparse_mla_attention"
@@ -44,8 +45,6 @@ DEFAULT_SHAPES = (
     "8x4096x8192",
     "8x8192x32768",
 )
-POISON = 0x5A5A5A5A
-CHECK_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -115,27 +114,13 @@ class Case:
         self.topk = [first, *(first.clone() for _ in range(buffers - 1))]
         self.per_request = [list(rows.split(q_lens)) for rows in self.topk]
         self.outs = [
-            torch.full(out_shape, POISON, dtype=torch.int32, device=device)
+            torch.full(out_shape, CANARY, dtype=torch.int32, device=device)
             for _ in range(buffers)
         ]
         self.cu_q_lens = cumulative(q_lens, device)
         self.context_lens = torch.full(
             (shape.requests,), shape.keys, dtype=torch.int32, device=device
         )
-
-
-def is_correct(case: Case, out: torch.Tensor) -> bool:
-    """Compare a mask with booleans that the indices were scattered into."""
-    for request, rows in enumerate(case.per_request[0]):
-        longest = max(case.shape.q_lens)
-        for first in range(0, longest, CHECK_ROWS):
-            words = out[request, first : min(first + CHECK_ROWS, longest)]
-            named = scattered_words(rows[first : first + CHECK_ROWS], out.shape[2])
-            expected = torch.zeros_like(words)
-            expected[: len(named)] = named
-            if not torch.equal(expected, words):
-                return False
-    return True
 
 
 def make_variants(case: Case) -> dict[str, Callable[[int], object]]:
@@ -175,11 +160,14 @@ def measure(shape: Shape, kind: str, repeat: int, device) -> list[dict]:
     """Check, then time every variant of one case."""
     case = Case(shape, kind, device)
     variants = make_variants(case)
+    out, longest = case.outs[0], max(shape.q_lens)
+    sizes = (longest, shape.keys, out.shape[2])
+    words = expected_mask(case.topk[0], shape.q_lens, *sizes)
     correct = {}
     for name, launch in variants.items():
-        case.outs[0].fill_(POISON)
+        out.fill_(CANARY)
         launch(0)
-        correct[name] = is_correct(case, case.outs[0])
+        correct[name] = torch.equal(out[:, :longest], words)
         if not correct[name] and name != "stock":
             raise RuntimeError(f"{name} builds a wrong mask for {shape}, {kind} rows")
     buffers = len(case.outs)

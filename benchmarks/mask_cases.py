@@ -219,18 +219,6 @@ class Inputs:
         return mask
 
 
-def scattered_words(rows: torch.Tensor, num_words: int) -> torch.Tensor:
-    """The packed mask of top-k rows, from booleans that the indices are scattered into.
-
-    Indices below 0 name no key. Int32 `[rows, num_words]`.
-    """
-    none = 32 * num_words
-    grid = torch.zeros(len(rows), none + 1, dtype=torch.bool, device=rows.device)
-    grid.scatter_(1, torch.where(rows < 0, none, rows).long(), True)
-    weights = 1 << torch.arange(32, device=rows.device)
-    return (grid[:, :none].view(len(rows), num_words, 32) * weights).sum(-1).int()
-
-
 def _first_bits(counts: torch.Tensor, num_words: int) -> torch.Tensor:
     """Int32 `[rows, num_words]` whose first `counts[row]` bits are set."""
     words = torch.arange(num_words, device=counts.device)

@@ -10,7 +10,6 @@ from mask_cases import (
     TOPK,
     Inputs,
     parse_case,
-    scattered_words,
     topk_rows,
 )
 
@@ -29,11 +28,6 @@ def test_rows_hold_distinct_keys_in_sight(kind):
         assert keys.max() < visible
         if kind == "recent" and visible > TOPK:
             assert torch.isin(torch.arange(visible - 512, visible), keys).all()
-
-
-def test_rows_become_the_words_of_a_mask():
-    rows = torch.tensor([[31, 0, -1], [-1, 64, 64]])
-    assert scattered_words(rows, 3).tolist() == [[1 - 2**31, 0, 0], [0, 0, 1]]
 
 
 @pytest.mark.parametrize(

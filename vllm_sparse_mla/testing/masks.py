@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 CANARY = 0x5A5A5A5A
@@ -60,10 +59,10 @@ def random_topk(
     return index.int()[:, offset : offset + topk]
 
 
-def pack(grid: np.ndarray) -> torch.Tensor:
+def pack(grid: torch.Tensor) -> torch.Tensor:
     """Pack bool `[..., 32 * words]` into int32 `[..., words]`, key 0 in bit 0."""
-    words = np.packbits(grid, axis=-1, bitorder="little").view(np.int32)
-    return torch.from_numpy(words.copy())
+    weights = 1 << torch.arange(32, device=grid.device)
+    return (grid.unflatten(-1, (-1, 32)) * weights).sum(-1).int()
 
 
 def expected_mask(
@@ -75,7 +74,7 @@ def expected_mask(
     context_lens: Sequence[int] | None = None,
     range_starts: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The mask of top-k rows, from a boolean grid: no kernel's arithmetic.
+    """The mask of top-k rows, from boolean grids: no kernel's arithmetic.
 
     Args:
         topk: int `[queries, topk]`, the rows of all requests.
@@ -88,18 +87,23 @@ def expected_mask(
         range_starts: the key in bit 0 of each request's rows; None is key 0.
 
     Returns:
-        int32 `[requests, rows, num_words]`, on the CPU.
+        int32 `[requests, rows, num_words]`.
     """
-    grid = np.zeros((len(q_lens), rows, num_words * 32), dtype=bool)
-    tokens = iter(topk.cpu().numpy().astype(np.int64))
-    for request, q_len in enumerate(q_lens):
+    mask = topk.new_zeros(len(q_lens), rows, num_words)
+    for request, tokens in enumerate(topk.long().split(list(q_lens))):
         start = 0 if range_starts is None else range_starts[request]
-        for row, keys in zip(range(q_len), tokens):
+        queries = torch.arange(len(tokens), device=topk.device)
+        for part in queries.split(_ROWS_AT_ONCE):
+            keys = tokens[part]
             if context_lens is not None:
-                keys = keys[keys <= context_lens[request] + row]
-            keys = keys[keys >= 0] - start
-            grid[request, row, keys[(keys >= 0) & (keys < num_keys)]] = True
-    return pack(grid)
+                keys = keys.where(keys <= context_lens[request] + part[:, None], -1)
+            places = keys - start
+            kept = (keys >= 0) & (places >= 0) & (places < num_keys)
+            # What is dropped goes to a column of its own.
+            grid = kept.new_zeros(len(part), 32 * num_words + 1)
+            grid.scatter_(1, places.where(kept, 32 * num_words), True)
+            mask[request, part] = pack(grid[:, :-1])
+    return mask
 
 
 class GuardedMask:
@@ -199,7 +203,7 @@ class MaskCall:
         topk, _, max_q_len, num_keys, out, *_ = self.arguments
         return expected_mask(
             topk, self._q_lens, max_q_len, num_keys, out.shape[2], *self._expected
-        ).to(out.device)
+        )
 
     def check(self, builder: Callable[..., object]) -> None:
         """Fails if a builder writes anything but the expected words."""

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """FA4's callbacks answer with exactly the keys of the packed mask, run on the host.
 
-The expected bits come from the boolean grid that NumPy packed, by plain slicing. Bits
+The expected bits come from the packed boolean grid by plain slicing. Bits
 past the last key are ones: a callback that strayed into them would show it.
 """
 
@@ -41,7 +41,8 @@ def mask_mods():
 @pytest.fixture
 def grid():
     """Bool ``[2, ROWS, 32 * WORDS]``."""
-    bits = np.random.default_rng(0).integers(0, 2, (2, ROWS, 32 * WORDS)) == 1
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.rand(2, ROWS, 32 * WORDS, generator=generator) < 0.5
     bits[..., NUM_KEYS:] = True
     return bits
 
