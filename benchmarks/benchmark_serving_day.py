@@ -29,7 +29,6 @@ import io
 import itertools
 import json
 import random
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,13 +36,11 @@ from pathlib import Path
 import numpy as np
 from bench_common import plain_parser
 from result_sections import day
-from serving.client import open_session, running_requests, stream
+from serving.client import make_text, open_session, running_requests, stream
 from serving.rounds import Round, finish, percentiles, run_rounds
 from serving.server import MODEL_NAME, Server
 from serving.servers import add_server_options, parse_comparison, running_servers
 
-# In this model's vocabulary each of these is a token by itself.
-LETTERS = (string.ascii_uppercase + string.digits).replace("I", "")
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 4, 768
 PROMPT_TOKENS = (1024, 16384)
 ANSWER_TOKENS = (1, 256)
@@ -53,10 +50,6 @@ WARM_UP = 0.25  # of a round
 MAX_MODEL_LEN = sum(length[1] for length in (PROMPT_TOKENS, ANSWER_TOKENS))
 KV_CACHE_GIB = 8.0
 COUNTS = ("failed", "given up", "left", "masked MHA calls", "compiled")
-
-
-def _text(tokens: int, generator: random.Random) -> str:
-    return "".join(generator.choices(LETTERS, k=tokens))
 
 
 def _length(bounds: tuple[int, int], generator: random.Random) -> int:
@@ -70,12 +63,12 @@ def make_requests(count: int, seed: int) -> list[dict]:
 
     The seed is of all but the system prompts; no two rounds may share one.
     """
-    system = [_text(SYSTEM_TOKENS, random.Random(i)) for i in range(SYSTEM_PROMPTS)]
+    system = [make_text(SYSTEM_TOKENS, seed=i) for i in range(SYSTEM_PROMPTS)]
     generator = random.Random(f"requests {seed}")
     requests = []
-    for _ in range(count):
+    for number in range(count):
         new = _length(PROMPT_TOKENS, generator) - SYSTEM_TOKENS
-        prompt = generator.choice(system) + _text(new, generator)
+        prompt = generator.choice(system) + make_text(new, f"request {seed} {number}")
         tokens = _length(ANSWER_TOKENS, generator)
         requests.append({"prompt": prompt, "output_tokens": tokens})
     return requests

@@ -7,10 +7,10 @@
 Thirty conversations over some 14,000 cached tokens each go on by a few new tokens a
 turn, beside new prompts of 4096 tokens, every ninth request one. Every server gets the
 same requests in the same order, up to 31 at a time, a turn when the one before it has
-been answered. A history grows by its turns and their answers, up to a length at which
-the conversation begins anew. Turns of 16 tokens run as decodes in vLLM's default
-backend on SM90; turns of 160 are prefills, which masked MHA may take together with a
-prompt.
+been answered. A history grows by its turns, and by as many other tokens as are
+answered, up to a length at which the conversation begins anew. Turns of 16 tokens run
+as decodes in vLLM's default backend on SM90; turns of 160 are prefills, which masked
+MHA may take together with a prompt.
 
 All servers are up from the start and one at a time is loaded, the variants in turn in
 each of several rounds, after a warm-up that is not measured. Milliseconds to the first
@@ -19,12 +19,12 @@ over stock, and the least and greatest of that among the rounds. ``cold`` are tu
 which the prefix cache had lost the history, ``compiled`` kernels that vLLM's JIT
 monitor saw after the warm-up, ``tensors`` what they occupy on the GPU after a round.
 
-One process reads the requests of a server by default. With 14,000 token ids each these
-can keep it busier than the GPU is; ``--api-servers`` gives it company. ``patched``,
-which dispatches as stock on SM90, shows how far equal servers differ.
+Requests are text, which one process of a server reads by default; ``--api-servers``
+gives it company. ``patched``, which dispatches as stock on SM90, shows how far equal
+servers differ.
 
 By default one GPU does the work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in
-four layers and without the all-reduces. Needs an SM90 GPU and the package installed
+twelve layers and without the all-reduces. Needs an SM90 GPU and the package installed
 beside vLLM. Ends with 1 if a request failed or was cold.
 """
 
@@ -38,7 +38,7 @@ from pathlib import Path
 
 from bench_common import plain_parser, with_progress
 from result_sections import multi_turn
-from serving.client import Completion, make_prompt, open_session, stream
+from serving.client import Completion, make_text, open_session, stream
 from serving.rounds import Round, finish, percentiles, run_rounds
 from serving.server import NO_COMPILE, Server
 from serving.servers import add_server_options, parse_comparison, running_servers
@@ -51,8 +51,8 @@ PROMPT_TOKENS = 4096
 TURNS_A_PROMPT = 8
 ANSWER_TOKENS = 8
 MAX_MODEL_LEN = 16384
-# All conversations and a hundred prompts take 0.9 million tokens: 4.3 GiB in 4 layers.
-KV_CACHE_GIB = 8.0
+# All conversations and a hundred prompts take 0.9 million tokens: 13 GiB in 12 layers.
+KV_CACHE_GIB = 20.0
 # Of a history the last block, and the token that no step has computed, are not cached.
 LOST_TOKENS = 256
 COUNTS = ("failed", "cold", "masked MHA calls", "compiled", "tensors MiB")
@@ -63,23 +63,27 @@ class Conversation:
     """One user of one server."""
 
     number: int  # which one; the same on every server
-    history: list[int] = field(default_factory=list)  # prompts and answers so far
+    history: str = ""  # prompts and answers so far
     turns: int = 0  # how many were asked
     # Held until a turn is answered.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
-    def base(self) -> list[int]:
+    def base(self) -> str:
         """What every history of this conversation begins with."""
-        return make_prompt(BASE_TOKENS, seed=self.number)
+        return make_text(BASE_TOKENS, seed=self.number)
 
-    def ask(self, new_tokens: int) -> list[int]:
+    def ask(self, new_tokens: int) -> str:
         """The prompt of the next turn."""
         if not BASE_TOKENS <= len(self.history) < BASE_TOKENS + GROWTH_TOKENS:
             self.history = self.base
         self.turns += 1
-        seed = 1_000_000 + self.turns * CONVERSATIONS + self.number
-        return self.history + make_prompt(new_tokens, seed=seed)
+        return self.history + make_text(new_tokens, f"{self.number} asks {self.turns}")
+
+    def answered(self, prompt: str) -> None:
+        """Go on from a turn."""
+        answer = make_text(ANSWER_TOKENS, f"{self.number} is answered {self.turns}")
+        self.history = prompt + answer
 
 
 @dataclass(kw_only=True)
@@ -116,7 +120,7 @@ async def _take_turn(
         found.turns.append(answer)
         found.cold += answer.ok and answer.cached_tokens < history - LOST_TOKENS
         if answer.ok:
-            conversation.history = prompt + answer.token_ids
+            conversation.answered(prompt)
 
 
 async def run_round(
@@ -136,7 +140,7 @@ async def run_round(
     turns = itertools.cycle(conversations)
 
     async def new_prompt(number: int) -> None:
-        prompt = make_prompt(PROMPT_TOKENS, seed=(seed << 20) + number)
+        prompt = make_text(PROMPT_TOKENS, f"round {seed}, prompt {number}")
         found.prompts.append(await stream(session, url, prompt, ANSWER_TOKENS))
 
     def requests() -> Iterator:
@@ -191,7 +195,7 @@ async def measure(
 def main() -> None:
     """Command line."""
     parser = plain_parser(__doc__)
-    add_server_options(parser, "dsv32-16h", ranks=8)
+    add_server_options(parser, "dsv32-16h-12l", ranks=8)
     parser.add_argument(
         "--turn-tokens", type=int, nargs="+", default=[16, 160], metavar="N"
     )
@@ -214,6 +218,7 @@ def main() -> None:
         args,
         max_model_len=MAX_MODEL_LEN,
         kv_cache_gib=KV_CACHE_GIB,
+        tokenizer=True,
         extra_args=(*NO_COMPILE, "--api-server-count", str(args.api_servers)),
     ) as servers:
         found = asyncio.run(

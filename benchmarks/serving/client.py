@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Greedy completions over vLLM's HTTP API, prompts and answers as token ids."""
+"""Greedy completions over vLLM's HTTP API, prompts as token ids or as text."""
 
 import asyncio
 import json
 import math
 import random
+import string
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -17,6 +18,8 @@ from serving.server import MODEL_NAME
 
 REQUEST_TIMEOUT_S = 180.0
 VOCAB_SIZE = 1024  # of every tiny model
+# Each is a token by itself in the tiny models' vocabulary.
+LETTERS = (string.ascii_uppercase + string.digits).replace("I", "")
 
 
 @dataclass
@@ -25,7 +28,8 @@ class Completion:
 
     status: int = 0  # HTTP status; 0 if the connection failed
     error: str = ""  # body of an error, or the connection's error; empty on success
-    token_ids: list[int] = field(default_factory=list)  # generated tokens
+    # Generated tokens; empty for a text that is streamed.
+    token_ids: list[int] = field(default_factory=list)
     # Log-probability of each generated token, natural log.
     logprobs: list[float] = field(default_factory=list)
     # Distance from the best to the second-best log-probability at each generated token.
@@ -57,6 +61,11 @@ def make_prompt(length: int, seed: int) -> list[int]:
     """``length`` random token ids, the two special ones left out."""
     generator = random.Random(seed)
     return [generator.randrange(2, VOCAB_SIZE) for _ in range(length)]
+
+
+def make_text(length: int, seed: int | str) -> str:
+    """A random text of ``length`` tokens and as many characters."""
+    return "".join(random.Random(seed).choices(LETTERS, k=length))
 
 
 def _body(prompt: list[int] | str, max_tokens: int, salt: str | None) -> dict:
@@ -166,7 +175,7 @@ async def _post(
 async def stream(
     session: aiohttp.ClientSession,
     url: str,
-    prompt: list[int],
+    prompt: list[int] | str,
     max_tokens: int,
     *,
     salt: str | None = None,
@@ -177,10 +186,13 @@ async def stream(
     The connection is closed after ``stop_after`` tokens, if given.
     """
     body = _body(prompt, max_tokens, salt)
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    body |= {"stream": True, "stream_options": usage}
+    # With the answer's ids the prompt's would come back too.
+    body["return_token_ids"] = not isinstance(prompt, str)
 
     async def read(completion: Completion, response: aiohttp.ClientResponse) -> None:
-        tokens = completion.token_ids
+        tokens = 0
         async for line in response.content:
             payload = line.decode().strip().removeprefix("data: ")
             if not payload or payload == "[DONE]":
@@ -190,16 +202,17 @@ async def stream(
                 completion.error = payload
                 return
             for choice in event["choices"]:
-                tokens += choice.get("token_ids") or []
+                completion.token_ids += choice.get("token_ids") or []
             if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
                 completion.cached_tokens = _cached_tokens(event)
             if tokens and math.isnan(completion.ttft):
                 completion.ttft = time.perf_counter() - start
-            if stop_after is not None and len(tokens) >= stop_after:
+            if stop_after is not None and tokens >= stop_after:
                 response.close()
                 return
-        if len(tokens) != max_tokens:
-            completion.error = f"{len(tokens)} of {max_tokens} tokens came"
+        if tokens != max_tokens:
+            completion.error = f"{tokens} of {max_tokens} tokens came"
 
     start = time.perf_counter()
     return await _post(session, f"{url}/v1/completions", body, read)

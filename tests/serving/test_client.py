@@ -37,7 +37,7 @@ from vllm.entrypoints.openai.completion.protocol import (
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 from vllm.logprobs import Logprob
 
-PROMPT = [5, 6, 7]
+PROMPT, TEXT = [5, 6, 7], "abc"
 METRICS = """\
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="model"} 2.0
@@ -78,21 +78,26 @@ async def _completions(http: web.Request) -> web.StreamResponse:
     request = CompletionRequest(**await http.json())
     # Raises where vLLM would refuse the request.
     request.to_sampling_params(request.max_tokens, {})
-    if request.prompt != PROMPT:
+    if request.prompt not in (PROMPT, TEXT):
         return web.json_response({"error": "too long"}, status=400)
     if not request.stream:
         return web.json_response(text=_answer(request).model_dump_json())
     response = web.StreamResponse()
     await response.prepare(http)
+    assert request.stream_options.continuous_usage_stats
     for token in range(request.max_tokens):
-        choice = CompletionResponseStreamChoice(index=0, text="", token_ids=[token])
-        chunk = CompletionStreamResponse(model="model", choices=[choice])
+        ids = [token] if request.return_token_ids else None
+        choice = CompletionResponseStreamChoice(index=0, text="", token_ids=ids)
+        usage = UsageInfo(completion_tokens=token + 1)
+        chunk = CompletionStreamResponse(model="model", choices=[choice], usage=usage)
         text = chunk.model_dump_json(exclude_unset=False)
         await response.write(f"data: {text}\n\n".encode())
         await asyncio.sleep(0)
     if request.stream_options.include_usage:
         # As vLLM does, in a chunk of its own without choices.
-        chunk = CompletionStreamResponse(model="model", choices=[], usage=_usage())
+        usage = _usage()
+        usage.completion_tokens = request.max_tokens
+        chunk = CompletionStreamResponse(model="model", choices=[], usage=usage)
         text = chunk.model_dump_json(exclude_unset=False)
         await response.write(f"data: {text}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
@@ -175,10 +180,11 @@ def test_chat(ask):
     assert found.gaps == [1.0, 0.25]
 
 
-def test_stream(ask):
-    found = ask(lambda session, url: stream(session, url, PROMPT, 5))
+@pytest.mark.parametrize("prompt", [PROMPT, TEXT], ids=["ids", "text"])
+def test_stream(ask, prompt):
+    found = ask(lambda session, url: stream(session, url, prompt, 5))
     assert found.ok
-    assert found.token_ids == [0, 1, 2, 3, 4]
+    assert found.token_ids == ([0, 1, 2, 3, 4] if prompt == PROMPT else [])
     assert found.cached_tokens == 64
     assert found.ttft > 0
 

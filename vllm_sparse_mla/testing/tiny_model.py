@@ -116,6 +116,8 @@ SPECS = {
     # V3.2's real attention, one rank of TP1 and the head count of a TP8 rank.
     "dsv32-128h": ModelSpec(7168, 128, 1536, 2048, 4, 1024),
     "dsv32-16h": ModelSpec(7168, 16, 1536, 2048, 4, 1024),
+    # So deep that a step of thousands of tokens takes the GPU longer than the host.
+    "dsv32-16h-12l": ModelSpec(7168, 16, 1536, 2048, 12, 1024),
     # All that people launch: experts, MTP, and layers that share an indexer.
     "tiny-moe": ModelSpec(
         *(512, 128, 512, 512, 3, 512),
