@@ -10,6 +10,7 @@ import benchmark_prefill_profile
 import pytest
 import torch
 from aiohttp import ClientResponseError, web
+from aiohttp.test_utils import TestServer
 from benchmark_prefill_profile import measure, rows_of_kernels
 from kernel_groups import GROUPS, OTHER, group_of
 from result_sections import ALL_KERNELS, FIRST_TOKEN, profile_totals
@@ -22,7 +23,6 @@ from serving.profiler import (
     profiling,
     read_trace,
 )
-from serving.server import free_port
 
 from vllm.config import ProfilerConfig
 from vllm.entrypoints.serve.profile.api_router import StartProfileRequest
@@ -116,14 +116,8 @@ def profiler_url(tmp_path):
         app = web.Application()
         app.router.add_post("/start_profile", start)
         app.router.add_post("/stop_profile", stop)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        port = free_port()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            await runner.cleanup()
+        async with TestServer(app) as server:
+            yield f"http://{server.host}:{server.port}"
 
     return serve
 

@@ -10,11 +10,11 @@ import benchmark_serving_day as day
 import plots
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from bench_common import origin
 from result_sections import day as section
 from serving import rounds
 from serving.rounds import compared_rows
-from serving.server import free_port
 from tokenizers import Tokenizer
 
 from vllm_sparse_mla.testing.tiny_model import get_spec, make_config
@@ -84,16 +84,14 @@ def measure(tmp_path, monkeypatch):
     async def run(served: dict[str, Served]) -> list[dict]:
         servers = {}
         for variant, answers in served.items():
-            port = free_port()
             app = web.Application()
             app.router.add_post("/v1/completions", answers.completions)
             app.router.add_get("/metrics", answers.metrics)
-            # As vLLM, which ends a request when its client is gone.
-            runner = web.AppRunner(app, handler_cancellation=True)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", port).start()
+            # Ends a request when its client is gone, as vLLM does.
+            server = TestServer(app)
+            await server.start_server()
             servers[variant] = SimpleNamespace(
-                url=f"http://127.0.0.1:{port}",
+                url=f"http://{server.host}:{server.port}",
                 model=tmp_path,
                 folder=tmp_path,
                 jit_kernels=lambda: [],

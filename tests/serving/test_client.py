@@ -7,6 +7,7 @@ import json
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from serving.client import (
     chat,
     complete,
@@ -145,14 +146,8 @@ def ask():
         app.router.add_post("/v1/completions", _completions)
         app.router.add_post("/v1/chat/completions", _chat)
         app.router.add_get("/metrics", _metrics)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        port = free_port()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        async with open_session() as session:
-            found = await function(session, f"http://127.0.0.1:{port}")
-        await runner.cleanup()
-        return found
+        async with TestServer(app) as server, open_session() as session:
+            return await function(session, f"http://{server.host}:{server.port}")
 
     return lambda function: asyncio.run(run(function))
 

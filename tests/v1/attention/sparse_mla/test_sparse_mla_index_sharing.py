@@ -54,9 +54,10 @@ class Model:
         step.topk.copy_(torch.cat(rows))
         self.index(step)
 
-    def run(self, step, layer):
-        output = self.world.run(step, self.layers[layer], write_topk=False)
-        self.world.assert_right(step, output)
+    def run(self, step, *layers):
+        for layer in layers:
+            output = self.world.run(step, self.layers[layer], write_topk=False)
+            self.world.assert_right(step, output)
 
 
 @pytest.fixture
@@ -105,8 +106,7 @@ def test_another_step_builds_again_though_the_leader_did_not_run(world, builds):
     model = Model(world, "Is")
     first = world.step(SPANS)
     model.index(first)
-    model.run(first, 0)
-    model.run(first, 1)
+    model.run(first, 0, 1)
     world.draw_topk()
     second = world.step(SPANS, mask=first.mask)
     # New metadata in the memory of the old, if the allocator likes.
@@ -125,8 +125,7 @@ def test_another_batch_of_the_same_shape_builds_again(world):
     for spans in ([(0, 64, 120)], [(1, 64, 120)], [(0, 64, 120)]):
         step = world.step(spans, mask=mask)
         model.index(step)
-        for layer in range(2):
-            model.run(step, layer)
+        model.run(step, 0, 1)
 
 
 def test_range_masks_overwrite_the_mask_of_another_step(world, builds):
@@ -190,8 +189,7 @@ def test_a_repointed_buffer_builds_again(world, builds, repoint):
     model = Model(world, "Is")
     step = world.step(SPANS)
     model.index(step)
-    model.run(step, 0)
-    model.run(step, 1)
+    model.run(step, 0, 1)
 
     target = world.topk_buffer.clone()
     step.topk[:, ::2] = -1
@@ -210,8 +208,7 @@ def test_rows_at_another_place_of_the_buffer_build_again(world, builds):
     model = Model(world, "Iss")
     step = world.step(SPANS)
     model.index(step)
-    model.run(step, 0)
-    model.run(step, 1)
+    model.run(step, 0, 1)
     step.metadata.num_decode_tokens = 4
     step.topk[:, ::2] = -1
     model.index(step)
@@ -236,8 +233,7 @@ def test_a_second_forward_over_the_same_metadata_builds_again(world, builds):
     for model in (target, draft, draft):
         model.index_anew(step)
         builds.clear()
-        for layer in range(2):
-            model.run(step, layer)
+        model.run(step, 0, 1)
         assert builds
 
 
