@@ -13,6 +13,7 @@ second half (``half-empty``). Every mask is compared with a dense boolean grid b
 anything is timed.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,8 +136,8 @@ def make_variants(case: Case) -> dict[str, Callable[[int], object]]:
             case.per_request[i], q_lens, *sizes, case.outs[i]
         )
 
-    def triton(i: int) -> object:
-        return ours.build_topk_mask_triton(
+    def packed(build: Callable, i: int) -> object:
+        return build(
             case.topk[i],
             case.cu_q_lens,
             *sizes,
@@ -144,16 +145,11 @@ def make_variants(case: Case) -> dict[str, Callable[[int], object]]:
             context_lens=case.context_lens,
         )
 
-    def front(i: int) -> object:
-        return ours.build_packed_topk_mask(
-            case.topk[i],
-            case.cu_q_lens,
-            *sizes,
-            case.outs[i],
-            context_lens=case.context_lens,
-        )
-
-    return {"stock": stock, "triton": triton, "cutedsl": front}
+    return {
+        "stock": stock,
+        "triton": functools.partial(packed, ours.build_topk_mask_triton),
+        "cutedsl": functools.partial(packed, ours.build_packed_topk_mask),
+    }
 
 
 def measure(shape: Shape, kind: str, repeat: int, device) -> list[dict]:
