@@ -28,6 +28,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,13 @@ import numpy as np
 from bench_common import plain_parser
 from result_sections import day
 from serving.client import make_text, open_session, running_requests, stream
-from serving.rounds import Round, finish, percentiles, run_rounds
+from serving.rounds import (
+    Round,
+    add_round_options,
+    finish,
+    percentiles,
+    run_rounds,
+)
 from serving.server import MODEL_NAME, Server
 from serving.servers import add_server_options, parse_comparison, running_servers
 
@@ -181,6 +188,7 @@ async def measure(
     rates: Sequence[float],
     rounds: int,
     seconds: float,
+    time_limit: float = math.inf,
 ) -> dict[tuple[float, str], list[DayRound]]:
     """Rounds by rate and variant."""
     # The warm-up is at the highest rate alone.
@@ -191,7 +199,7 @@ async def measure(
             length = seconds if number else WARM_UP * seconds
             return await run_round(session, servers[variant], rate, length, seed)
 
-        return await run_rounds(servers, schedule, run)
+        return await run_rounds(servers, schedule, run, time_limit)
 
 
 def main() -> None:
@@ -203,11 +211,10 @@ def main() -> None:
         "--rates", type=float, nargs="+", default=[4, 8, 16], metavar="R",
         help="requests a second (default: 4 8 16)",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=2)
+    add_round_options(parser, rounds=2)
     parser.add_argument(
         "--seconds", type=float, default=10, help="that a round takes at one rate"
     )
-    parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parse_comparison(parser)
     if min(*args.rates, args.rounds, args.seconds) <= 0:
@@ -215,7 +222,9 @@ def main() -> None:
     with running_servers(
         args, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB, tokenizer=True
     ) as servers:
-        found = asyncio.run(measure(servers, args.rates, args.rounds, args.seconds))
+        found = asyncio.run(
+            measure(servers, args.rates, args.rounds, args.seconds, args.time_limit)
+        )
     finish(args, found, "rate", COUNTS, day, bad=("failed", "left"))
 
 

@@ -34,12 +34,17 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from bench_common import plain_parser, with_progress
 from result_sections import multi_turn
 from serving.client import Completion, make_text, open_session, stream
-from serving.rounds import Round, finish, percentiles, run_rounds
+from serving.rounds import (
+    Round,
+    add_round_options,
+    finish,
+    percentiles,
+    run_rounds,
+)
 from serving.server import NO_COMPILE, Server
 from serving.servers import add_server_options, parse_comparison, running_servers
 
@@ -174,6 +179,7 @@ async def measure(
     turn_tokens: Sequence[int],
     rounds: int,
     num_prompts: int,
+    time_limit: float = math.inf,
 ) -> dict[tuple[int, str], list[TurnsRound]]:
     """Rounds by turn length and variant."""
     users = {
@@ -189,7 +195,7 @@ async def measure(
         for variant, server in with_progress(servers.items(), "filling caches"):
             await _fill_cache(session, server.url, users[variant])
         schedule = itertools.product(range(rounds + 1), turn_tokens)
-        return await run_rounds(servers, schedule, run)
+        return await run_rounds(servers, schedule, run, time_limit)
 
 
 def main() -> None:
@@ -199,14 +205,13 @@ def main() -> None:
     parser.add_argument(
         "--turn-tokens", type=int, nargs="+", default=[16, 160], metavar="N"
     )
-    parser.add_argument("--rounds", type=int, default=10)
+    add_round_options(parser, rounds=10)
     parser.add_argument(
         "--prompts", type=int, default=24, help="new prompts of a round"
     )
     parser.add_argument(
         "--api-servers", type=int, default=1, metavar="N", help="of each server"
     )
-    parser.add_argument("--csv", type=Path)
     parser.set_defaults(plot=None)
     args = parse_comparison(parser)
     most = MAX_MODEL_LEN - BASE_TOKENS - GROWTH_TOKENS - ANSWER_TOKENS
@@ -222,7 +227,10 @@ def main() -> None:
         extra_args=(*NO_COMPILE, "--api-server-count", str(args.api_servers)),
     ) as servers:
         found = asyncio.run(
-            measure(servers, args.turn_tokens, args.rounds, args.prompts)
+            measure(
+                *(servers, args.turn_tokens, args.rounds),
+                *(args.prompts, args.time_limit),
+            )
         )
     finish(args, found, "turn tokens", COUNTS, multi_turn, bad=("failed", "cold"))
 

@@ -5,8 +5,10 @@
 import argparse
 import math
 import sys
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -58,10 +60,21 @@ def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
+def add_round_options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """How many rounds there are, and where their rows go."""
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--time-limit", type=float, default=math.inf, metavar="SECONDS",
+        help="after which no round is begun, the first ones excepted",
+    )  # fmt: skip
+    parser.add_argument("--csv", type=Path)
+
+
 async def run_rounds(
     servers: Mapping[str, Server],
     schedule: Iterable[tuple[int, float]],
     run: Callable[[str, int, float, int], Awaitable[AnyRound]],
+    time_limit: float,
 ) -> Found:
     """Load one server after the other in each round.
 
@@ -69,9 +82,15 @@ async def run_rounds(
         servers: by variant.
         schedule: number and place of each round; number 0 warms up.
         run: given variant, number and place of a round, and a seed of its own.
+        time_limit: seconds after which no round is begun, number 1 of each place
+            excepted.
     """
     found: Found = {}
+    deadline = time.monotonic() + time_limit
     for seed, (number, place) in enumerate(with_progress(schedule, "rounds"), 1):
+        if number > 1 and time.monotonic() > deadline:
+            print(f"the time limit ended the run in round {number}", file=sys.stderr)
+            break
         # Every other round backwards: no variant always follows the same one.
         for variant in list(servers)[:: 1 if number % 2 else -1]:
             server = servers[variant]

@@ -3,6 +3,7 @@
 """The multi-turn benchmark's requests and numbers, with made-up servers."""
 
 import asyncio
+import math
 import random
 from types import SimpleNamespace
 
@@ -54,7 +55,7 @@ class Served:
 def serve(monkeypatch):
     """Makes a `Served` and measures variants of it: it, and the rows."""
 
-    def run(variants=("stock", "opt-in"), rounds=2, **kwargs):
+    def run(variants=("stock", "opt-in"), rounds=2, time_limit=math.inf, **kwargs):
         served = Served(**kwargs)
         monkeypatch.setattr(multi_turn, "stream", served.stream)
         servers = {
@@ -70,7 +71,7 @@ def serve(monkeypatch):
             serving.rounds, "read_records", lambda name: range(records[name])
         )
         found = asyncio.run(
-            multi_turn.measure(servers, [TURN_TOKENS], rounds, NUM_PROMPTS)
+            multi_turn.measure(servers, [TURN_TOKENS], rounds, NUM_PROMPTS, time_limit)
         )
         return served, compared_rows(found, "turn tokens", multi_turn.COUNTS)
 
@@ -122,6 +123,17 @@ def test_a_turn_goes_on_from_the_one_before(serve):
     longest = max(map(len, turns))
     assert longest <= multi_turn.BASE_TOKENS + multi_turn.GROWTH_TOKENS + TURN_TOKENS
     assert not restarts or restarts < 30
+
+
+def test_the_time_limit_leaves_one_round(serve, capsys):
+    served, rows = serve(rounds=3, time_limit=0)
+    turns = NUM_PROMPTS * multi_turn.TURNS_A_PROMPT
+    warm_up = math.ceil(NUM_PROMPTS / 4) * multi_turn.TURNS_A_PROMPT
+    for asked in served.asked.values():
+        longer = [p for p in asked if len(p) > multi_turn.BASE_TOKENS]
+        assert len(longer) == warm_up + turns
+    assert value(rows, "failed") == 0
+    assert "the time limit ended the run in round 2" in capsys.readouterr().err
 
 
 def test_so_many_are_sent_at_a_time(serve):
