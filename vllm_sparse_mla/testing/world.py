@@ -388,20 +388,27 @@ class World:
         )
 
     def oracle(self, step: Step, latents: torch.Tensor) -> torch.Tensor:
-        """Attention over `latents` of the step's sequences, in their precision.
+        """Attention over `latents` of the step's sequences, in their precision."""
+        return self.gathered(step, step.q, *project(self.dims, self.weight, latents))
+
+    def gathered(
+        self, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention to the keys of the step's top-k rows, in the precision of `k`.
 
         Keys after their query are dropped.
         """
         _, starts, stops = zip(*step.spans)
         return reference.gathered_topk_attention(
-            step.q,
-            *project(self.dims, self.weight, latents),
+            q,
+            k,
+            v,
             step.metadata.prefill.query_start_loc,
             torch.tensor([0, *itertools.accumulate(stops)]),
             step.topk,
             softmax_scale=self.impl.scale,
             query_offsets=torch.tensor(starts),
-            dtype=latents.dtype,
+            dtype=k.dtype,
         )[0]
 
     def expected(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:

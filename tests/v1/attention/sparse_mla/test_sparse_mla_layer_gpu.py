@@ -166,21 +166,10 @@ def value_up(world, latent_out):
 
 def eager_mqa(world, step):
     """Sparse MQA in eager BF16: what its budget is made of."""
-    prompts, starts, stops = zip(*step.spans)
-    latents = torch.cat([world.latents[p][:n] for p, n in zip(prompts, stops)])
-    latents = latents.unsqueeze(1)
-    out, _ = reference.gathered_topk_attention(
-        torch.cat(absorbed(world, step.q), dim=-1),
-        latents,
-        latents[..., : world.dims.kv_lora_rank],
-        step.metadata.prefill.query_start_loc,
-        torch.tensor([0, *torch.tensor(stops).cumsum(0).tolist()]),
-        step.topk,
-        softmax_scale=world.impl.scale,
-        query_offsets=torch.tensor(starts),
-        dtype=torch.bfloat16,
-    )
-    return value_up(world, out)
+    q = torch.cat(absorbed(world, step.q), dim=-1)
+    k = torch.cat([world.latents[p][:stop] for p, _, stop in step.spans]).unsqueeze(1)
+    v = k[..., : world.dims.kv_lora_rank]
+    return value_up(world, world.gathered(step, q, k, v))
 
 
 @pytest.mark.parametrize("scenario", ["pure-unequal", "unaligned", "chunks"])
