@@ -79,7 +79,6 @@ class Server:
     # servers that start side by side change.
     kv_cache_gib: float = 4.0
     kv_cache_dtype: str = "auto"  # as ``vllm serve`` takes it
-    tensor_parallel_size: int = 1  # GPUs to use
     # Whether to read the model's; prompts are token ids otherwise.
     tokenizer: bool = False
     several_gpus: bool = False  # whether ``extra_args`` ask for more GPUs than one
@@ -111,7 +110,6 @@ class Server:
             *("--max-model-len", str(self.max_model_len)),
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
             *("--max-num-seqs", str(self.max_num_seqs)),
-            *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *("--gpu-memory-utilization", "0.1"),
             *("--kv-cache-memory-bytes", str(int(self.kv_cache_gib * 2**30))),
             *("--kv-cache-dtype", self.kv_cache_dtype),
@@ -131,7 +129,7 @@ class Server:
             environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
         # Set by CPU test runs; a server wants the GPU and compiled kernels.
         environment.pop("TRITON_INTERPRET", None)
-        if self.tensor_parallel_size > 1 or self.several_gpus:
+        if self.several_gpus:
             environment |= _NO_MULTICAST
         environment |= self.extra_env
         self.folder.mkdir(parents=True, exist_ok=True)

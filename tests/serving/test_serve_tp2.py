@@ -10,6 +10,7 @@ from serving.client import complete, make_prompt, open_session
 from serving.compare import between
 from serving.probe import read_records
 from serving.scenario import PROMPT_LENGTHS
+from serving.server import NO_COMPILE
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +22,10 @@ def tp_servers(sm90_gpus, running):
     """Servers by variant and tensor-parallel size."""
     if sm90_gpus < 2:
         pytest.skip(f"needs two SM90 GPUs of one host, found {sm90_gpus}")
+    arguments = (*NO_COMPILE, "--tensor-parallel-size", "2")
     with (
         running("tp1", ENDS) as one,
-        running("tp2", ENDS, tensor_parallel_size=2) as two,
+        running("tp2", ENDS, several_gpus=True, extra_args=arguments) as two,
     ):
         yield {
             f"{variant}-{size}": started[variant]
