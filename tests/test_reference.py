@@ -26,8 +26,8 @@ def _cu(lens: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lens]).cumsum(0).int()
 
 
-def _case(dtype: torch.dtype = torch.float64, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
+def _case(dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(0)
     randn = functools.partial(torch.randn, generator=generator)
     q = randn(sum(Q_LENS), HEADS, QK_DIM).to(dtype)
     k = randn(sum(K_LENS), HEADS, QK_DIM).to(dtype)
@@ -39,10 +39,10 @@ def _case(dtype: torch.dtype = torch.float64, seed: int = 0):
     return q, k, v, _cu(Q_LENS), _cu(K_LENS), torch.cat(rows).int()
 
 
-def _keep(topk: torch.Tensor, q_lens=Q_LENS, k_lens=K_LENS) -> list[torch.Tensor]:
+def _keep(topk: torch.Tensor) -> list[torch.Tensor]:
     """Dense boolean grids, set one index at a time."""
     grids, row = [], 0
-    for q_len, k_len in zip(q_lens, k_lens):
+    for q_len, k_len in zip(Q_LENS, K_LENS):
         grid = torch.zeros(q_len, k_len, dtype=torch.bool)
         for i in range(q_len):
             for key in topk[row + i].tolist():

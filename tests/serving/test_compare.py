@@ -9,13 +9,13 @@ from serving.client import Completion, make_prompt
 from serving.compare import Difference, between, difference, spread
 
 
-def _answer(tokens, logprobs, gaps=None, prompt=(-1.0, -2.0)) -> Completion:
+def _answer(tokens, logprobs, gaps=None) -> Completion:
     return Completion(
         status=200,
         token_ids=list(tokens),
         logprobs=list(logprobs),
         gaps=list(gaps or [1.0] * len(tokens)),
-        prompt_logprobs=list(prompt),
+        prompt_logprobs=[-1.0, -2.0],
     )
 
 

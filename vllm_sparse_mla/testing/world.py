@@ -172,7 +172,6 @@ class World:
         prompt_lens: Sequence[int],
         dims: Dims | None = None,
         block_size: int = 16,
-        seed: int = 0,
         max_tokens: int = 4096,
         k_scale: float = 1.0,
         num_blocks: int | None = None,
@@ -186,7 +185,6 @@ class World:
             prompt_lens: tokens of each prompt.
             dims: of another layer.
             block_size: tokens of a block of the cache.
-            seed: of all that is drawn.
             max_tokens: rows of the indexer's buffer.
             k_scale: of a cache in a flat FP8 format.
             num_blocks: of the cache; None holds each prompt once.
@@ -200,7 +198,7 @@ class World:
         on_gpu = device.type == "cuda"
         self.attend = attend or (None if on_gpu else attend_on_host)
         self.dims = dims or (GPU_DIMS if on_gpu else Dims())
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(0)
         d = self.dims
         self.weight = self.randn(d.num_heads * d.kv_b_dim, d.kv_lora_rank)
         self.weight.mul_(d.kv_lora_rank**-0.5)
