@@ -87,7 +87,8 @@ def _cached_tokens(answer: dict) -> int:
     return details.get("cached_tokens") or 0
 
 
-def _gap(logprobs: Iterable[float]) -> float:
+def gap(logprobs: Iterable[float]) -> float:
+    """Distance from the best to the second-best."""
     best, second = sorted(logprobs, reverse=True)[:2]
     return best - second
 
@@ -98,7 +99,7 @@ async def _parse(completion: Completion, response: aiohttp.ClientResponse) -> No
     completion.token_ids = choice["token_ids"]
     completion.logprobs = choice["logprobs"]["token_logprobs"]
     for top in choice["logprobs"]["top_logprobs"]:
-        completion.gaps.append(_gap(top.values()))
+        completion.gaps.append(gap(top.values()))
     for token in choice.get("prompt_logprobs") or []:
         if token is not None:
             # The prompt's own token comes first; others only with a count above 0.
@@ -149,7 +150,7 @@ async def _parse_chat(completion: Completion, response: aiohttp.ClientResponse) 
     completion.token_ids = choice["token_ids"]
     for token in choice["logprobs"]["content"]:
         completion.logprobs.append(token["logprob"])
-        completion.gaps.append(_gap(top["logprob"] for top in token["top_logprobs"]))
+        completion.gaps.append(gap(top["logprob"] for top in token["top_logprobs"]))
 
 
 async def _post(

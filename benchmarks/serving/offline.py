@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from serving.client import Completion, make_prompt
+from serving.client import Completion, gap, make_prompt
 from serving.scenario import (
     GENERATED,
     MAX_MODEL_LEN,
@@ -55,9 +55,8 @@ def _completion(output) -> Completion:
     answer = output.outputs[0]
     found = Completion(status=200, token_ids=list(answer.token_ids))
     for token, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-        best, second = sorted((p.logprob for p in logprobs.values()), reverse=True)[:2]
         found.logprobs.append(logprobs[token].logprob)
-        found.gaps.append(best - second)
+        found.gaps.append(gap(logprob.logprob for logprob in logprobs.values()))
     tokens = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
     found.prompt_logprobs = [p[token].logprob for token, p in tokens if p is not None]
     return found

@@ -120,11 +120,8 @@ class Server:
 
     def start(self) -> "Server":
         """Start the process and return at once; see ``wait_ready``."""
-        environment = {**os.environ, **variant_environment(self.variant)}
-        environment |= {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        environment = os.environ | variant_environment(self.variant)
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if NO_COMPILE[0] in self.extra_args:
             environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
         # Set by CPU test runs; a server wants the GPU and compiled kernels.
