@@ -48,10 +48,6 @@ def installed_vllm_root() -> Path:
     return Path(spec.origin).parent.parent
 
 
-def _is_fa4(file: OverlaidFile) -> bool:
-    return file.module.startswith("vllm.vllm_flash_attn.")
-
-
 def _read_upstream(root: Path, file: OverlaidFile) -> tuple[str, str]:
     """Upstream's text of an overlaid file, and a warning if it is another version's."""
     path = root / file.path
@@ -100,7 +96,7 @@ def collect_vllm_sources(root: Path, suite: Suite | None) -> list[Source]:
     sources = [
         _source(root, file)
         for file in OVERLAID_FILES + EDITED_FILES
-        if not _is_fa4(file)
+        if not file.module.startswith("vllm.vllm_flash_attn.")
     ]
     switches = (root / SWITCH_PATH).read_text()
     sources.append(Source(SWITCH_PATH, switches, switches=tuple(VARIABLES)))

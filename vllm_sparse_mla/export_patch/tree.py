@@ -20,18 +20,13 @@ def code(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
-def is_definition(node: cst.CSTNode) -> bool:
-    """Whether a statement is a function or a class."""
-    return isinstance(node, cst.FunctionDef | cst.ClassDef)
-
-
 def name_of(node: cst.CSTNode) -> str | None:
     """Name of a statement within its body, None if it has none.
 
     ``f``, ``f.__vec_size__`` for an attribute that is set after a function,
     ``p.setter`` for a property's setter.
     """
-    if is_definition(node):
+    if isinstance(node, cst.FunctionDef | cst.ClassDef):
         for decorator in node.decorators:
             if m.matches(decorator.decorator, _ACCESSOR):
                 return f"{node.name.value}.{decorator.decorator.attr.value}"
