@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from filelock import FileLock
@@ -130,11 +131,22 @@ def stock_twin_fixture() -> Callable[[Variant], Variant]:
     return stock_twin
 
 
-def variants(grid: frozenset[bool]) -> list[Variant]:
-    """What the tests of the grid compare, or those of ``make test``, or both."""
+class Tested(NamedTuple):
+    """Which variants the tests of a session look at."""
+
+    sample: bool  # those of ``make test``
+    others: bool  # those that only ``make test-codegen`` compiles
+
+    def has(self, in_sample: bool) -> bool:
+        """Whether a variant that is in the sample, or is not, is looked at."""
+        return self.sample if in_sample else self.others
+
+
+def variants(tested: Tested) -> list[Variant]:
+    """What the tests of a session compare."""
 
     def chosen(params: list) -> list[Variant]:
-        return [p.values[0] for p in params if bool(p.marks) in grid]
+        return [p.values[0] for p in params if tested.has(GRID not in p.marks)]
 
     ours = chosen(OURS)
     beside_upstreams = chosen(DIAGONAL) + chosen(UNAFFECTED)
@@ -144,12 +156,14 @@ def variants(grid: frozenset[bool]) -> list[Variant]:
         *map(stock_twin, ours),
         *chosen(WORDS),
         *(Variant(v.head_dim, v.head_dim_v, v.causal, callback="word32") for v in ours),
-        *(ALONE if False in grid else ()),
-        *((*THREE_REQUESTS.values(), SLICED) if True in grid else ()),
-        *(replace(v, batch=1) for v in THREE_REQUESTS.values() if True in grid),
         *beside_upstreams,
         *(replace(variant, stock_kernel=True) for variant in beside_upstreams),
     ]
+    if tested.sample:
+        found += ALONE
+    if tested.others:
+        three = THREE_REQUESTS.values()
+        found += [*three, SLICED, *(replace(variant, batch=1) for variant in three)]
     return list(dict.fromkeys(x for v in found for x in (v.unmasked, v)))
 
 
@@ -206,11 +220,10 @@ def three_requests(request) -> Variant:
 
 
 @pytest.fixture(scope="session")
-def grid(request: pytest.FixtureRequest) -> frozenset[bool]:
-    """Whether this session has tests of the grid, and whether it has others."""
-    return frozenset(
-        item.get_closest_marker(GRID.name) is not None for item in request.session.items
-    )
+def tested(request: pytest.FixtureRequest) -> Tested:
+    """Which variants the tests of this session look at."""
+    of_grid = {bool(i.get_closest_marker(GRID.name)) for i in request.session.items}
+    return Tested(sample=False in of_grid, others=True in of_grid)
 
 
 @pytest.fixture(scope="session")
@@ -233,10 +246,10 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def compiled(grid, require_disassembler, once) -> dict[Variant, CodegenRecord]:
+def compiled(tested, require_disassembler, once) -> dict[Variant, CodegenRecord]:
     """Records for sm_100a, by variant (without its target)."""
     require_disassembler()
-    chosen = variants(grid)
+    chosen = variants(tested)
 
     def make(folder: Path) -> None:
         records = compile_variants(chosen, "sm_100a", jobs=os.cpu_count() or 2)

@@ -47,8 +47,8 @@ def params(*rows: tuple) -> list:
 
 
 @pytest.fixture(scope="module")
-def records(grid):
-    names = [name for name in VARIANTS if (name not in IN_MAKE_TEST) in grid]
+def records(tested):
+    names = [name for name in VARIANTS if tested.has(name in IN_MAKE_TEST)]
     return dict(zip(names, compile_variants([VARIANTS[n] for n in names], arch=ARCH)))
 
 
