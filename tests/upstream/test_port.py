@@ -57,7 +57,7 @@ LIMIT = 1
     [
         1,
         pytest.param(2, id="2"),
-        pytest.param(3, id="3"),
+        pytest.param(3, id="3", marks=pytest.mark.slow_test),
     ],
 )
 def test_a(n):
@@ -67,6 +67,16 @@ def test_a(n):
 
 def test_imports_and_markers_become_upstreams():
     assert port_test(OURS).text == UPSTREAMS
+
+
+def test_the_marker_of_a_grid_becomes_upstreams_wherever_it_is():
+    text = "import pytest\n\n{0} = [pytest.mark.{1}]\n\n\n{2}def test_a():\n    pass\n"
+    for name, decorator in (("pytestmark", ""), ("MARKS", "@pytest.mark.{1}\n")):
+        ours, theirs = (
+            text.replace("{0}", name).replace("{2}", decorator).replace("{1}", marker)
+            for marker in ("grid", "slow_test")
+        )
+        assert port_test(ours).text == theirs
 
 
 def test_module_import_keeps_its_name():

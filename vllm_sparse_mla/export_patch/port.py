@@ -31,10 +31,11 @@ def _mark(name: str) -> m.Attribute:
     return m.Attribute(m.Attribute(m.Name("pytest"), m.Name("mark")), m.Name(name))
 
 
-# Markers to which this repository's own conftest gives a meaning: what a tree that is
-# patched does not need to know, and what upstream would write instead.
-_DROPPED = _mark("stock_fails") | _mark("grid")
-_DROPPED |= m.Call(_mark("stock_fails"))
+# A marker to which this repository's own conftest gives a meaning, which a tree that is
+# patched does not need to know.
+_DROPPED = _mark("stock_fails") | m.Call(_mark("stock_fails"))
+#: Upstream's marker for what ``grid`` marks here.
+GRID = "slow_test"
 _GPU_NAME = "requires_nvidia"
 _GPU_CONDITION = f"""
 
@@ -117,6 +118,10 @@ class _Port(m.MatcherDecoratableTransformer):
     @m.leave(_mark("gpu"))
     def _gpu(self, old: cst.Attribute, new: cst.Attribute):
         return cst.Name(_GPU_NAME)
+
+    @m.leave(_mark("grid"))
+    def _grid(self, old: cst.Attribute, new: cst.Attribute):
+        return new.with_changes(attr=cst.Name(GRID))
 
     def leave_ImportFrom(self, old: cst.ImportFrom, new: cst.ImportFrom):
         module = tree.code(old.module)
