@@ -61,6 +61,7 @@ def command(
     # Not at the top: what it takes to write patches is not needed to serve.
     from vllm_sparse_mla.export_patch.changes import (
         collect_vllm_changes,
+        collect_vllm_sources,
         installed_vllm_root,
     )
     from vllm_sparse_mla.export_patch.diff import patch_text
@@ -76,6 +77,9 @@ def command(
         raise typer.BadParameter("--series needs a checkout: its patches bring tests")
     try:
         root = upstream if upstream is not None else installed_vllm_root()
+        if not fa4:
+            # Another tree is refused before the tests are rewritten: that takes long.
+            collect_vllm_sources(root, None)
         suite = collect_suite(tests) if tests and not fa4 else None
         if series is not None:
             patches = fa4_series(root, tests) if fa4 else vllm_series(root, suite)

@@ -36,6 +36,7 @@ def _mark(name: str) -> m.Attribute:
 _DROPPED = _mark("stock_fails") | m.Call(_mark("stock_fails"))
 #: Upstream's marker for what ``grid`` marks here.
 GRID = "slow_test"
+_GPU, _GRID = _mark("gpu"), _mark("grid")
 _GPU_NAME = "requires_nvidia"
 _GPU_CONDITION = f"""
 
@@ -73,8 +74,11 @@ def port_test(text: str) -> PortedTest:
             left_out.append(node.name.value)
         else:
             body.append(node)
-    after = before.with_changes(body=body).visit(_Port())
-    after = _without_unused_constants(_with_gpu_condition(after), before)
+    port = _Port()
+    after = before.with_changes(body=body).visit(port)
+    if port.needs_gpu:
+        after = _with_gpu_condition(after)
+    after = _without_unused_constants(after, before)
     return PortedTest(tidy(after.code), tuple(left_out))
 
 
@@ -91,37 +95,49 @@ def _shared_module(binding: tree.Binding) -> str | None:
     return None
 
 
-class _Port(m.MatcherDecoratableTransformer):
-    @m.leave(m.Decorator(_DROPPED))
-    def _decorator(self, old: cst.Decorator, new: cst.Decorator):
-        return cst.RemoveFromParent()
+class _Port(cst.CSTTransformer):
+    """Rewrites markers and imports.
 
-    @m.leave(m.Call(m.Attribute(m.Name("pytest"), m.Name("param"))))
-    def _param(self, old: cst.Call, new: cst.Call):
+    Its methods match by themselves: matchers as decorators are tried on every node.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs_gpu = False
+
+    def leave_Decorator(self, old: cst.Decorator, new: cst.Decorator):
+        if m.matches(old.decorator, _DROPPED):
+            return cst.RemoveFromParent()
+        return new
+
+    def leave_Call(self, old: cst.Call, new: cst.Call):
+        if not m.matches(old.func, _PARAM):
+            return new
         marks = m.Arg(_DROPPED, keyword=m.Name("marks"))
         kept = [argument for argument in new.args if not m.matches(argument, marks)]
         if len(kept) < len(new.args):
             kept[-1] = kept[-1].with_changes(comma=new.args[-1].comma)
         return new.with_changes(args=kept)
 
-    @m.leave(m.SimpleStatementLine([m.Assign([m.AssignTarget(m.Name("pytestmark"))])]))
-    def _pytestmark(self, old: cst.CSTNode, new: cst.CSTNode):
-        value = old.body[0].value
+    def leave_SimpleStatementLine(self, old: cst.CSTNode, new: cst.CSTNode):
+        if not m.matches(old, _PYTESTMARK):
+            return new
+        value = new.body[0].value
         marks = value.elements if isinstance(value, cst.List) else [value]
         kept = [mark for mark in marks if not m.matches(mark, _DROPPED_OR_ELEMENT)]
         if not kept:
             return cst.RemoveFromParent()
         if len(kept) == len(marks):
             return new
-        return new.with_deep_changes(new.body[0].value, elements=kept)
+        return new.with_deep_changes(value, elements=kept)
 
-    @m.leave(_mark("gpu"))
-    def _gpu(self, old: cst.Attribute, new: cst.Attribute):
-        return cst.Name(_GPU_NAME)
-
-    @m.leave(_mark("grid"))
-    def _grid(self, old: cst.Attribute, new: cst.Attribute):
-        return new.with_changes(attr=cst.Name(GRID))
+    def leave_Attribute(self, old: cst.Attribute, new: cst.Attribute):
+        if m.matches(old, _GPU):
+            self.needs_gpu = True
+            return cst.Name(_GPU_NAME)
+        if m.matches(old, _GRID):
+            return new.with_changes(attr=cst.Name(GRID))
+        return new
 
     def leave_ImportFrom(self, old: cst.ImportFrom, new: cst.ImportFrom):
         module = tree.code(old.module)
@@ -141,11 +157,11 @@ class _Port(m.MatcherDecoratableTransformer):
 
 
 _DROPPED_OR_ELEMENT = _DROPPED | m.Element(_DROPPED)
+_PARAM = m.Attribute(m.Name("pytest"), m.Name("param"))
+_PYTESTMARK = m.SimpleStatementLine([m.Assign([m.AssignTarget(m.Name("pytestmark"))])])
 
 
 def _with_gpu_condition(module: cst.Module) -> cst.Module:
-    if not m.findall(module, m.Name(_GPU_NAME)):
-        return module
     bound = {binding.bound for binding in tree.bindings(module)}
     text = "" if "torch" in bound else "import torch\n"
     new = cst.parse_module(text + _GPU_CONDITION)
@@ -156,11 +172,24 @@ def _with_gpu_condition(module: cst.Module) -> cst.Module:
     return module.with_changes(body=body)
 
 
+class _Names(cst.CSTVisitor):
+    """Counts names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.counts[node.value] += 1
+
+
 def _without_unused_constants(after: cst.Module, before: cst.Module) -> cst.Module:
     """Drop constants that only dropped markers have used."""
 
     def uses(module: cst.Module) -> Counter[str]:
-        return Counter(node.value for node in m.findall(module, m.Name()))
+        names = _Names()
+        module.visit(names)
+        return names.counts
 
     left, all_uses = uses(after), uses(before)
     constant = m.SimpleStatementLine([m.Assign([m.AssignTarget(m.Name())])])
