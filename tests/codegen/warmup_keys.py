@@ -185,8 +185,15 @@ def compiled(config, change: Callable[[dict], dict] = dict) -> set:
         return {(index, key) for index, cache in enumerate(caches) for key in cache}
 
 
-def main(arch: str, servers: dict, sabotage: list[str]) -> None:
-    """Answer, as one line of JSON, for each of ``servers``."""
+def main(arch: str, servers: dict, sabotage: list[str], sabotaged: list[str]) -> None:
+    """Answer, as one line of JSON, for each of ``servers``.
+
+    Args:
+        arch: target that is compiled for.
+        servers: their configurations, by name.
+        sabotage: names of wrong bodies of ``FA4MaskedMHAKernel.compile``.
+        sabotaged: servers that the wrong bodies are tried for.
+    """
     # What libraries print must not mix with the answer.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -212,17 +219,17 @@ def main(arch: str, servers: dict, sabotage: list[str]) -> None:
     # A fake tensor has no address to check.
     sparse_mla_attention.check_topk_mask_storage = lambda mask: None
     result = {}
-    for name, options in servers.items():
+    for server, options in servers.items():
         config = served.server_config(**options)
         calls, keys = needed(config), compiled(config)
-        result[name] = dict(
+        result[server] = dict(
             calls=len(calls),
             kernels=len(keys),
             missing=[what for key, what in calls.items() if key not in keys],
             superfluous=len(keys - calls.keys()),
             sabotage={
-                name: len(calls.keys() - compiled(config, globals()[name]))
-                for name in sabotage
+                body: len(calls.keys() - compiled(config, globals()[body]))
+                for body in (sabotage if server in sabotaged else ())
             },
         )
     print(json.dumps(result), file=answer, flush=True)
