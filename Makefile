@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 LINTER := .venv/.linter
 SOURCE := .venv/vllm-source
 
-.PHONY: run test test-gpu test-launches test-codegen test-grids test-patched test-external test-stock mutants lint codegen-latest wheel gpu-report
+.PHONY: run test test-gpu test-launches test-codegen test-grids test-processes test-patched test-external test-stock mutants lint codegen-latest wheel gpu-report
 
 run: $(INSTALLED)
 	$(BIN)/vllm-sparse-mla check $(ARGS)
@@ -28,13 +28,16 @@ test-launches: $(INSTALLED)
 	$(BIN)/python -m pytest --gpu -m extra -rs -n 3 tests/serving/test_launches.py $(ARGS)
 
 # What takes minutes more than `make test` should: every compiled variant of FA4's
-# kernels, the whole grids of the tests of vllm/, and the suite on a tree with the
-# exported patches applied.
+# kernels, the whole grids of the tests of vllm/, what starts vLLM in processes of its
+# own, and the suite on a tree with the exported patches applied.
 test-codegen: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m extra tests/codegen tests/vllm_flash_attn tests/benchmarks $(ARGS)
 
 test-grids: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m grid tests/v1 $(ARGS)
+
+test-processes: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m processes $(ARGS)
 
 test-patched: export VLLM_SOURCE = $(abspath $(SOURCE))
 test-patched: $(INSTALLED) $(SOURCE)

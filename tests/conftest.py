@@ -24,6 +24,8 @@ def _has_gpu() -> bool:
     return "GPU" in listed.stdout
 
 
+# What a run without -m leaves out, by pyproject.toml.
+LEFT_OUT = "not (extra or grid or processes)"
 HAS_GPU = _has_gpu()
 if not HAS_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -47,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu") and not HAS_GPU:
         raise pytest.UsageError("--gpu needs an NVIDIA GPU, and there is none here")
-    if config.getoption("--gpu") and "not (extra or grid)" in config.option.markexpr:
+    if config.getoption("--gpu") and LEFT_OUT in config.option.markexpr:
         config.option.markexpr = "not extra"
     if config.getoption("--stock"):
         # A test that makes vLLM load its plugins gets none either.

@@ -128,6 +128,7 @@ def test_only_a_broken_layer_fails(run_here, monkeypatch, break_it):
     assert all(right) is not bool(break_it)
 
 
+@pytest.mark.processes
 def test_without_the_overlay_it_fails_and_prints_plainly():
     done = _run(*ARGUMENTS, *PROMPTS, VLLM_PLUGINS="")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -148,6 +149,7 @@ def test_an_unknown_kv_cache_dtype_gets_one_line(run_here, monkeypatch, tmp_path
     assert "Traceback" not in done.stderr and not done.stdout
 
 
+@pytest.mark.processes
 def test_without_the_overlay_nothing_is_said_of_a_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     arguments = ("--model", str(tmp_path), "--gpu", "sm_100", "--json")

@@ -22,6 +22,8 @@ from vllm.model_executor.layers.attention.sparse_mla_h200 import COSTS
 from vllm_sparse_mla.check.launch import resolve_launch
 from vllm_sparse_mla.testing.tiny_model import get_spec, make_config
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 DTYPE = {"dtype": "bfloat16"}
 DEEPSEEK = make_config(get_spec("dsv32-128h"))

@@ -48,6 +48,7 @@ def test_files_that_import_what_is_replaced_are_found(make_suite, text, is_one):
     assert importers_of_replaced_modules(suite.folder) == suite.tests * is_one
 
 
+@pytest.mark.processes
 def test_a_suite_runs_in_the_variant_that_is_asked_for(make_suite, tmp_path):
     suite = make_suite(
         "import pytest\n"

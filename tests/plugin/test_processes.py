@@ -98,6 +98,7 @@ def test_checkout_on_path_does_not_shadow_vllm(fresh):
     assert results(fresh)["vllm"] == vllm.__file__
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "statement",
     [
@@ -121,6 +122,7 @@ vllm.plugins.load_general_plugins()
     assert lines_about_us(process) == []
 
 
+@pytest.mark.processes
 def test_forked_and_spawned_children(run):
     """The engine core is forked from, or spawned by, a process with the overlay."""
     process = run(f"""

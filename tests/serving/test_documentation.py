@@ -66,6 +66,7 @@ for value in sys.argv[1:]:
 """
 
 
+@pytest.mark.processes
 def test_vllm_plugins(tmp_path):
     """Not set and empty are commands of the page, run above."""
     (tmp_path / "fork.py").write_text(FORK)

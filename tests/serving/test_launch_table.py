@@ -30,8 +30,10 @@ from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.selector import get_attn_backend
 
+parser = make_arg_parser(FlexibleArgumentParser())
+
 def configure(arguments):
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    args = parser.parse_args(arguments)
     args.model = args.model_tag
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     model, parallel = config.model_config, config.parallel_config
@@ -147,11 +149,13 @@ def test_every_row_is_documented():
     assert found == [*(launch.name for launch in LAUNCHES), *others]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ROWS)
 def test_vllm_takes_the_launch(name, configured):
     assert configured[name] == DEFAULTS | ROWS[name]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", REFUSED)
 def test_vllm_refuses_the_launch(name, configured):
     assert REFUSED[name] in configured[name]["refused"]

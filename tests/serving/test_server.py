@@ -153,6 +153,7 @@ def test_log_patterns_match_what_the_code_logs():
     assert re.search(r'event="(kernel )?JIT compilation"', source)
 
 
+@pytest.mark.processes
 def test_gpu_memory_is_recorded_in_stock_processes_and_their_forks(
     run_python, tmp_path
 ):
@@ -166,6 +167,7 @@ def test_gpu_memory_is_recorded_in_stock_processes_and_their_forks(
         assert record["time"] == pytest.approx(time.time(), abs=120)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kwargs", "answers"),
     [

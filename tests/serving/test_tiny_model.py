@@ -145,6 +145,7 @@ def loaded(run_python, tmp_path_factory) -> dict[str, str]:
     return dict(zip(PARAMETERS, lines[-len(models) :], strict=True))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_vllm_loads_every_parameter(name, loaded):
     assert loaded[name] == f"loaded {PARAMETERS[name]}"
