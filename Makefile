@@ -27,11 +27,11 @@ test-gpu: $(INSTALLED)
 test-launches: $(INSTALLED)
 	$(BIN)/python -m pytest --gpu -m extra -rs -n 3 tests/serving/test_launches.py $(ARGS)
 
-# What takes minutes more than `make test` should: every compiled variant of FA4's
-# kernels, the whole grids of the tests of vllm/, what starts vLLM in processes of its
-# own, and the suite on a tree with the exported patches applied.
+# What takes minutes more than `make test` should: what kernels compile to, the whole
+# grids of the tests of vllm/, what starts vLLM in processes of its own, and the suite
+# on a tree with the exported patches applied.
 test-codegen: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m extra tests/codegen tests/vllm_flash_attn tests/benchmarks $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "codegen or extra" tests/codegen tests/vllm_flash_attn tests/benchmarks $(ARGS)
 
 test-grids: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m grid tests/v1 $(ARGS)

@@ -25,7 +25,7 @@ def _has_gpu() -> bool:
 
 
 # What a run without -m leaves out, by pyproject.toml.
-LEFT_OUT = "not (extra or grid or processes)"
+LEFT_OUT = "not (extra or grid or codegen or processes)"
 HAS_GPU = _has_gpu()
 if not HAS_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu") and not HAS_GPU:
         raise pytest.UsageError("--gpu needs an NVIDIA GPU, and there is none here")
     if config.getoption("--gpu") and LEFT_OUT in config.option.markexpr:
-        config.option.markexpr = "not extra"
+        config.option.markexpr = "not (extra or codegen)"
     if config.getoption("--stock"):
         # A test that makes vLLM load its plugins gets none either.
         os.environ["VLLM_PLUGINS"] = ""

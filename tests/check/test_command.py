@@ -41,6 +41,7 @@ def report() -> dict:
     return _json(done)
 
 
+@pytest.mark.processes
 def test_everything_holds(report):
     assert report["ok"]
     environment = report["environment"]
@@ -50,6 +51,7 @@ def test_everything_holds(report):
     assert report["codegen"]["skipped"]
 
 
+@pytest.mark.processes
 def test_says_what_was_stood_in_for(report):
     if report["environment"]["device"].startswith("CPU"):
         assert report["attention"].startswith("reference")
@@ -58,6 +60,7 @@ def test_says_what_was_stood_in_for(report):
         assert "LSE merge" not in report["stand_ins"]
 
 
+@pytest.mark.processes
 def test_each_step_ran_on_both_mask_paths_with_unaligned_contexts(report):
     (schedule,) = report["schedules"]
     assert schedule["unaligned_contexts"] > 0
@@ -126,6 +129,13 @@ def test_only_a_broken_layer_fails(run_here, monkeypatch, break_it):
     assert report["environment"]["ok"]
     right = [step["ok"] for step in report["schedules"][0]["steps"]]
     assert all(right) is not bool(break_it)
+
+
+def test_sequences_that_end_with_a_row_of_the_mask_take_both_paths(run_here):
+    done = run_here(*ARGUMENTS, "--prompts", "256", "--json")
+    assert done.exit_code == 0, done.output
+    steps = json.loads(done.stdout)["schedules"][0]["steps"]
+    assert {step["mask_path"] for step in steps} >= {"whole sequence", "per range"}
 
 
 @pytest.mark.processes

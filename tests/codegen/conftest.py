@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from filelock import FileLock
@@ -24,12 +23,6 @@ from vllm_sparse_mla.codegen import (
     disassembly,
 )
 from vllm_sparse_mla.codegen.worker import environment
-
-# `make test` compiles one kernel and what it is compared with: the callback with most
-# to do, and a diagonal. The layer's other calls and the rest of the grid take minutes
-# more, and `make test-codegen`.
-GRID = pytest.mark.extra
-IN_MAKE_TEST = ("192-causal-lse-offset-key-starts",)
 
 CALLBACKS = {
     "dense": ("dense", False),
@@ -51,58 +44,41 @@ CELLS["256-full-lse-b2"] = Variant(256, 256, batch=2)
 CELLS["256-causal-lse-b2"] = Variant(256, 256, causal=True, batch=2)
 
 
-def _params(variants: dict[str, Variant]) -> list:
-    return [
-        pytest.param(variant, id=name, marks=() if name in IN_MAKE_TEST else GRID)
-        for name, variant in variants.items()
-    ]
-
-
-OURS = _params(
-    {
-        f"{cell}-{name}": replace(CELLS[cell], callback=callback, key_starts=starts)
-        for cell in CELLS
-        for name, (callback, starts) in CALLBACKS.items()
-    }
-)
+OURS = {
+    f"{cell}-{name}": replace(CELLS[cell], callback=callback, key_starts=starts)
+    for cell in CELLS
+    for name, (callback, starts) in CALLBACKS.items()
+}
 # The calls of the 192/128 kernel that apply a diagonal, each beside upstream's kernel.
-DIAGONAL = _params(
-    {
-        f"192-causal-{'lse' if lse else 'nolse'}-{requests}{name}": Variant(
-            causal=True, lse=lse, batch=batch, callback=callback, key_starts=starts
-        )
-        for lse in (True, False)
-        for batch, requests in ((1, ""), (2, "b2-"))
-        for name, (callback, starts) in (
-            *CALLBACKS.items(),
-            *((name, (name, False)) for name in BASELINES),
-        )
-    }
-)
+DIAGONAL = {
+    f"192-causal-{'lse' if lse else 'nolse'}-{requests}{name}": Variant(
+        causal=True, lse=lse, batch=batch, callback=callback, key_starts=starts
+    )
+    for lse in (True, False)
+    for batch, requests in ((1, ""), (2, "b2-"))
+    for name, (callback, starts) in (
+        *CALLBACKS.items(),
+        *((name, (name, False)) for name in BASELINES),
+    )
+}
 # Kernels without key blocks that get both.
-UNAFFECTED = [
-    pytest.param(Variant(causal=True), id="192-causal-unmasked"),
-    pytest.param(Variant(causal=True, lse=False), id="192-causal-nolse", marks=GRID),
-    pytest.param(Variant(callback="dense"), id="192-full-dense", marks=GRID),
-    pytest.param(Variant(callback="offset"), id="192-full-offset", marks=GRID),
-    *(
-        pytest.param(
-            Variant(256, 256, causal=True, callback=callback),
-            id=f"256-causal-{callback}",
-            marks=GRID,
-        )
+UNAFFECTED = {
+    "192-causal-unmasked": Variant(causal=True),
+    "192-causal-nolse": Variant(causal=True, lse=False),
+    "192-full-dense": Variant(callback="dense"),
+    "192-full-offset": Variant(callback="offset"),
+    **{
+        f"256-causal-{callback}": Variant(256, 256, causal=True, callback=callback)
         for callback in ("none", "dense", "offset")
-    ),
-]
-WORDS = [
-    pytest.param(
-        Variant(dim, dim_v, causal, callback="word32"),
-        id=f"{dim}-{'causal' if causal else 'full'}",
-        marks=() if dim == 192 and causal else GRID,
+    },
+}
+WORDS = {
+    f"{dim}-{'causal' if causal else 'full'}": Variant(
+        dim, dim_v, causal, callback="word32"
     )
     for dim, dim_v in HEAD_DIMS
     for causal in (False, True)
-]
+}
 ALONE = [
     *(Variant(callback=c, key_starts=k, alone=True) for c, k in CALLBACKS.values()),
     *(Variant(callback=c, alone=True) for c in BASELINES),
@@ -127,67 +103,56 @@ def stock_twin_fixture() -> Callable[[Variant], Variant]:
     return stock_twin
 
 
-class Tested(NamedTuple):
-    """Which variants the tests of a session look at."""
-
-    sample: bool  # those of ``make test``
-    others: bool  # those that only ``make test-codegen`` compiles
-
-    def has(self, in_sample: bool) -> bool:
-        """Whether a variant that is in the sample, or is not, is looked at."""
-        return self.sample if in_sample else self.others
-
-
-def variants(tested: Tested) -> list[Variant]:
-    """What the tests of a session compare."""
-
-    def chosen(params: list) -> list[Variant]:
-        return [p.values[0] for p in params if tested.has(GRID not in p.marks)]
-
-    ours = chosen(OURS)
-    beside_upstreams = chosen(DIAGONAL) + chosen(UNAFFECTED)
+def variants() -> list[Variant]:
+    """What the tests compare."""
+    ours = OURS.values()
+    beside_upstreams = [*DIAGONAL.values(), *UNAFFECTED.values()]
+    three = THREE_REQUESTS.values()
     found = [
         *ours,
         *(replace(variant, key_starts=False) for variant in ours),
         *map(stock_twin, ours),
-        *chosen(WORDS),
+        *WORDS.values(),
         *(Variant(v.head_dim, v.head_dim_v, v.causal, callback="word32") for v in ours),
         *beside_upstreams,
         *(replace(variant, stock_kernel=True) for variant in beside_upstreams),
+        *ALONE,
+        *three,
+        SLICED,
+        *(replace(variant, batch=1) for variant in three),
     ]
-    if tested.sample:
-        found += ALONE
-    if tested.others:
-        three = THREE_REQUESTS.values()
-        found += [*three, SLICED, *(replace(variant, batch=1) for variant in three)]
     return list(dict.fromkeys(x for v in found for x in (v.unmasked, v)))
 
 
-@pytest.fixture(params=OURS)
+def _params(variants: dict[str, Variant]) -> list:
+    return [pytest.param(variant, id=name) for name, variant in variants.items()]
+
+
+@pytest.fixture(params=_params(OURS))
 def ours(request) -> Variant:
     """A kernel with one of this project's callbacks."""
     return request.param
 
 
-@pytest.fixture(params=[p for p in OURS if p.values[0].key_starts])
+@pytest.fixture(params=_params({n: v for n, v in OURS.items() if v.key_starts}))
 def with_key_starts(request) -> Variant:
     """A kernel whose callback gets the key starts as a tensor of their own."""
     return request.param
 
 
-@pytest.fixture(params=DIAGONAL)
+@pytest.fixture(params=_params(DIAGONAL))
 def masked_causal(request) -> Variant:
     """A 192/128 kernel with a callback and FA4's diagonal."""
     return request.param
 
 
-@pytest.fixture(params=WORDS)
+@pytest.fixture(params=_params(WORDS))
 def one_word(request) -> Variant:
     """A kernel whose callback loads one word a call."""
     return request.param
 
 
-@pytest.fixture(params=UNAFFECTED)
+@pytest.fixture(params=_params(UNAFFECTED))
 def unaffected(request) -> Variant:
     """A kernel that has no key blocks with a callback and a diagonal."""
     return request.param
@@ -209,17 +174,10 @@ def require_disassembler() -> Callable[[], None]:
     return check
 
 
-@pytest.fixture(params=[pytest.param(v, id=n) for n, v in THREE_REQUESTS.items()])
+@pytest.fixture(params=_params(THREE_REQUESTS))
 def three_requests(request) -> Variant:
     """A kernel for three requests."""
     return request.param
-
-
-@pytest.fixture(scope="session")
-def tested(request: pytest.FixtureRequest) -> Tested:
-    """Which variants the tests of this session look at."""
-    of_grid = {bool(i.get_closest_marker(GRID.name)) for i in request.session.items}
-    return Tested(sample=False in of_grid, others=True in of_grid)
 
 
 @pytest.fixture(scope="session")
@@ -242,10 +200,10 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def compiled(tested, require_disassembler, once) -> dict[Variant, CodegenRecord]:
+def compiled(require_disassembler, once) -> dict[Variant, CodegenRecord]:
     """Records for sm_100a, by variant (without its target)."""
     require_disassembler()
-    chosen = variants(tested)
+    chosen = variants()
 
     def make(folder: Path) -> None:
         records = compile_variants(chosen, "sm_100a", jobs=os.cpu_count() or 2)

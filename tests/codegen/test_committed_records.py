@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_sparse_mla.codegen import CodegenRecord, Variant
+from vllm_sparse_mla.codegen import Variant
 
 pytestmark = [pytest.mark.codegen, pytest.mark.timeout(3600)]
 
@@ -17,15 +17,6 @@ FIELDS = ("versions", "instructions", "loop_opcodes", "registers", "local_bytes"
 
 
 def test_committed_records_are_those_of_these_kernels(compiled):
-    assert_committed(compiled)
-
-
-@pytest.mark.extra
-def test_committed_records_are_those_of_the_other_kernels(compiled):
-    assert_committed(compiled)
-
-
-def assert_committed(compiled: dict[Variant, CodegenRecord]) -> None:
     rows = [json.loads(line) for line in PAGE.read_text().splitlines()]
     found = {Variant(**row["variant"]): row for row in rows}
     committed = {replace(variant, arch=None): row for variant, row in found.items()}

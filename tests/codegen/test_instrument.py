@@ -129,7 +129,6 @@ def test_missing_disassembler(monkeypatch, require_disassembler, ci):
         require_disassembler()
 
 
-@pytest.mark.extra
 @pytest.mark.codegen
 def test_failure_names_the_variant_and_the_reason(require_disassembler, tmp_path):
     require_disassembler()

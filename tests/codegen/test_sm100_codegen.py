@@ -2,8 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the callbacks compile to inside FA4's SM100 kernels; no GPU needed.
 
-The records are compiled once per session. ``make test`` takes a few; ``make
-test-codegen`` the others.
+The records are compiled once per session.
 """
 
 from dataclasses import replace
@@ -96,7 +95,6 @@ def test_key_starts_cost_no_more_than_the_reserved_word(compiled, with_key_start
     assert compiled[with_key_starts].instructions <= reserved.instructions
 
 
-@pytest.mark.extra
 def test_code_does_not_depend_on_the_number_of_requests(compiled, three_requests):
     one, three = compiled[replace(three_requests, batch=1)], compiled[three_requests]
     assert one.opcodes == three.opcodes
@@ -105,7 +103,6 @@ def test_code_does_not_depend_on_the_number_of_requests(compiled, three_requests
     assert one.mask_loads == three.mask_loads
 
 
-@pytest.mark.extra
 def test_slice_by_request_keeps_the_16_byte_load(compiled):
     whole = compiled[Variant(batch=3, callback="dense")]
     sliced = compiled[Variant(batch=3, callback="dense", sliced=True)]

@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the packed mask compiles to inside FA4's SM90 kernel; no GPU needed.
 
-``make test`` compiles some of the variants, ``make test-codegen`` the others.
 Bounds are over the unmasked kernel of the same variant. Counts beside them were seen
 with vLLM 0.33.0, nvidia-cutlass-dsl 4.8.0 and the ptxas inside it.
 """
@@ -32,27 +31,17 @@ VARIANTS = {
 }
 
 
-# One of each of our callbacks, of each pair of head dimensions, and causal ones.
-IN_MAKE_TEST = ("dense-causal", "offset-key-starts-causal", "dense-256")
-
-
 def params(*rows: tuple) -> list:
     """Parameters that begin with the name of a variant."""
-    return [
-        pytest.param(
-            *row, id=row[0], marks=() if row[0] in IN_MAKE_TEST else pytest.mark.extra
-        )
-        for row in rows
-    ]
+    return [pytest.param(*row, id=row[0]) for row in rows]
 
 
 @pytest.fixture(scope="module")
-def records(tested):
-    names = [name for name in VARIANTS if tested.has(name in IN_MAKE_TEST)]
-    return dict(zip(names, compile_variants([VARIANTS[n] for n in names], arch=ARCH)))
+def records():
+    return dict(zip(VARIANTS, compile_variants(list(VARIANTS.values()), arch=ARCH)))
 
 
-@pytest.mark.parametrize("name", params(*((name,) for name in VARIANTS)))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_targets_sm90a_without_local_memory(records, name):
     record = records[name]
     assert record.target == ARCH
@@ -99,7 +88,6 @@ def test_adds_little_to_the_unmasked_kernel(records, name, share):
     assert record.added_instructions <= share * unmasked
 
 
-@pytest.mark.extra
 def test_the_bounds_refuse_the_scalar_form(records):
     # 4217 instructions, one 32-bit load a key: what stock FA4 can run on SM90.
     record = records["scalar"]
@@ -109,7 +97,6 @@ def test_the_bounds_refuse_the_scalar_form(records):
     assert record.mask_loads[32] >= 64 * record.applications
 
 
-@pytest.mark.extra
 def test_a_callback_that_fa4_would_ignore_does_not_compile():
     variant = Variant(causal=True, callback="word32_scalar", lse=False)
     with pytest.raises(CodegenError, match="does not support causal=True"):

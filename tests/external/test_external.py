@@ -68,6 +68,7 @@ def test_a_suite_runs_in_the_variant_that_is_asked_for(make_suite, tmp_path):
     assert here == dict(zip(tests, ("failure", "skipped")))
 
 
+@pytest.mark.processes
 def test_what_did_not_run_is_an_error(make_suite, tmp_path):
     suite = make_suite("")
     with pytest.raises(RuntimeError, match="pytest ended with 5"):

@@ -175,6 +175,7 @@ print(module.MLAAttention._use_sparse_mha.__code__.co_names)
 """
 
 
+@pytest.mark.processes
 def test_a_server_may_import_the_dispatch_before_its_plugins():
     command = [sys.executable, "-c", AFTER_VLLMS_IMPORT]
     environment = os.environ | {"VLLM_SPARSE_MLA_STRICT": "1"}

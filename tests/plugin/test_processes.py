@@ -13,6 +13,8 @@ import pytest
 import vllm
 from vllm_sparse_mla import envs, guard
 
+pytestmark = pytest.mark.processes
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 REPLACED = "vllm.model_executor.layers.attention.sparse_mla_attention"
 # A module of the overlay that imports next to nothing.
@@ -98,7 +100,6 @@ def test_checkout_on_path_does_not_shadow_vllm(fresh):
     assert results(fresh)["vllm"] == vllm.__file__
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "statement",
     [
@@ -122,7 +123,6 @@ vllm.plugins.load_general_plugins()
     assert lines_about_us(process) == []
 
 
-@pytest.mark.processes
 def test_forked_and_spawned_children(run):
     """The engine core is forked from, or spawned by, a process with the overlay."""
     process = run(f"""

@@ -82,6 +82,7 @@ for name in {[f.module for f in guard.OVERLAID_FILES if f.enabled is guard._alwa
 """
 
 
+@pytest.mark.processes
 def test_installed_elsewhere(wheel, tmp_path):
     """Works without the checkout; once uninstalled, vLLM is what it was."""
     venv.create(tmp_path / "env", with_pip=False)

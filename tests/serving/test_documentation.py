@@ -44,6 +44,7 @@ def test_every_block_names_what_it_needs():
     assert [code for needs, code in BLOCKS if not needs] == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("code", [code for needs, code in BLOCKS if needs == "cpu"])
 def test_cpu_command_runs(code, tmp_path):
     output = _run(code, tmp_path)

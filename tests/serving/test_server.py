@@ -104,6 +104,7 @@ compilation during inference: FlashAttentionForwardSm90. This causes a spike.
 """
 
 
+@pytest.mark.processes
 def test_vllm_takes_the_command_line(run_python, tmp_path):
     server = Server(Path("model"), "patched", tmp_path, kv_cache_gib=2)
     arguments = server.command()[4:]

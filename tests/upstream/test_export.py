@@ -31,6 +31,7 @@ RUFF_RULES = "E,F,UP,B,ISC,SIM,I,G"
 RUFF_IGNORED = "B905,UP007"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [(), ("--fa4",)], ids=["vllm", "fa4"])
 def test_the_command_exports_the_same_in_another_process(
     options, tmp_path, vllm_changes, fa4_changes

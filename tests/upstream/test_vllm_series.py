@@ -9,6 +9,8 @@ from vllm_sparse_mla.export_patch.diff import patch_text
 from vllm_sparse_mla.export_patch.series import Patch, mail_text
 from vllm_sparse_mla.export_patch.vllm_series import Prefixes, read_table
 
+pytestmark = pytest.mark.extra
+
 NAMES = [step.name for step in read_table()]
 
 
@@ -33,7 +35,6 @@ def test_each_patch_begins_where_those_before_it_end(series, vllm_changes):
             files[change.path] = change.after
 
 
-@pytest.mark.extra
 def test_a_second_export_is_equal(series, upstream_root, suite):
     again = Prefixes(read_table(), collect_vllm_sources(upstream_root, suite)).patches()
     texts = [

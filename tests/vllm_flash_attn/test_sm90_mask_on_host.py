@@ -30,7 +30,7 @@ SAMPLE = (
 @pytest.mark.parametrize(
     ("arguments", "count"),
     [
-        pytest.param(SAMPLE, len(SAMPLE), id="sample"),
+        pytest.param(SAMPLE, len(SAMPLE), id="sample", marks=pytest.mark.processes),
         pytest.param(
             ("--without", *SAMPLE),
             22 - len(SAMPLE),
