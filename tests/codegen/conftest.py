@@ -49,6 +49,7 @@ OURS = {
     for cell in CELLS
     for name, (callback, starts) in CALLBACKS.items()
 }
+WITH_KEY_STARTS = {name: v for name, v in OURS.items() if v.key_starts}
 # The calls of the 192/128 kernel that apply a diagonal, each beside upstream's kernel.
 DIAGONAL = {
     f"192-causal-{'lse' if lse else 'nolse'}-{requests}{name}": Variant(
@@ -124,35 +125,31 @@ def variants() -> list[Variant]:
     return list(dict.fromkeys(x for v in found for x in (v.unmasked, v)))
 
 
-def _params(variants: dict[str, Variant]) -> list:
-    return [pytest.param(variant, id=name) for name, variant in variants.items()]
-
-
-@pytest.fixture(params=_params(OURS))
+@pytest.fixture(params=OURS.values(), ids=OURS)
 def ours(request) -> Variant:
     """A kernel with one of this project's callbacks."""
     return request.param
 
 
-@pytest.fixture(params=_params({n: v for n, v in OURS.items() if v.key_starts}))
+@pytest.fixture(params=WITH_KEY_STARTS.values(), ids=WITH_KEY_STARTS)
 def with_key_starts(request) -> Variant:
     """A kernel whose callback gets the key starts as a tensor of their own."""
     return request.param
 
 
-@pytest.fixture(params=_params(DIAGONAL))
+@pytest.fixture(params=DIAGONAL.values(), ids=DIAGONAL)
 def masked_causal(request) -> Variant:
     """A 192/128 kernel with a callback and FA4's diagonal."""
     return request.param
 
 
-@pytest.fixture(params=_params(WORDS))
+@pytest.fixture(params=WORDS.values(), ids=WORDS)
 def one_word(request) -> Variant:
     """A kernel whose callback loads one word a call."""
     return request.param
 
 
-@pytest.fixture(params=_params(UNAFFECTED))
+@pytest.fixture(params=UNAFFECTED.values(), ids=UNAFFECTED)
 def unaffected(request) -> Variant:
     """A kernel that has no key blocks with a callback and a diagonal."""
     return request.param
@@ -174,7 +171,7 @@ def require_disassembler() -> Callable[[], None]:
     return check
 
 
-@pytest.fixture(params=_params(THREE_REQUESTS))
+@pytest.fixture(params=THREE_REQUESTS.values(), ids=THREE_REQUESTS)
 def three_requests(request) -> Variant:
     """A kernel for three requests."""
     return request.param
