@@ -24,8 +24,9 @@ gives it company. ``patched``, which dispatches as stock on SM90, shows how far 
 servers differ.
 
 By default one GPU does the work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in
-twelve layers and without the all-reduces. Needs an SM90 GPU and the package installed
-beside vLLM. Ends with 1 if a request failed or was cold.
+36 of its 61 layers and without the all-reduces. Three such servers take 120 GiB. Needs
+an SM90 GPU and the package installed beside vLLM. Ends with 1 if a request failed or
+was cold.
 """
 
 import asyncio
@@ -56,8 +57,10 @@ PROMPT_TOKENS = 4096
 TURNS_A_PROMPT = 8
 ANSWER_TOKENS = 8
 MAX_MODEL_LEN = 16384
-# All conversations and a hundred prompts take 0.9 million tokens: 13 GiB in 12 layers.
-KV_CACHE_GIB = 20.0
+# Conversations and the last fifty prompts take 0.65 million tokens.
+KV_CACHE_GIB = 28.0
+# As with several ranks, no process both reads requests and launches kernels.
+WORKER_OF_ITS_OWN = ("--distributed-executor-backend", "mp")
 # Of a history the last block, and the token that no step has computed, are not cached.
 LOST_TOKENS = 256
 COUNTS = ("failed", "cold", "masked MHA calls", "compiled", "tensors MiB")
@@ -201,7 +204,7 @@ async def measure(
 def main() -> None:
     """Command line."""
     parser = plain_parser(__doc__)
-    add_server_options(parser, "dsv32-16h-12l", ranks=8)
+    add_server_options(parser, "dsv32-16h-36l", ranks=8)
     parser.add_argument(
         "--turn-tokens", type=int, nargs="+", default=[16, 160], metavar="N"
     )
@@ -224,7 +227,10 @@ def main() -> None:
         max_model_len=MAX_MODEL_LEN,
         kv_cache_gib=KV_CACHE_GIB,
         tokenizer=True,
-        extra_args=(*NO_COMPILE, "--api-server-count", str(args.api_servers)),
+        extra_args=(
+            *(*NO_COMPILE, *WORKER_OF_ITS_OWN),
+            *("--api-server-count", str(args.api_servers)),
+        ),
     ) as servers:
         found = asyncio.run(
             measure(

@@ -77,7 +77,7 @@ def expected_mask(
     """The mask of top-k rows, from boolean grids: no kernel's arithmetic.
 
     Args:
-        topk: int `[queries, topk]`, the rows of all requests.
+        topk: int `[>= queries, topk]`, the rows of all requests one after another.
         q_lens: queries of each request.
         rows: of each request in the mask.
         num_keys: keys of a row; others are dropped.
@@ -90,7 +90,8 @@ def expected_mask(
         int32 `[requests, rows, num_words]`.
     """
     mask = topk.new_zeros(len(q_lens), rows, num_words)
-    for request, tokens in enumerate(topk.long().split(list(q_lens))):
+    rows_of = topk[: sum(q_lens)].long().split(list(q_lens))
+    for request, tokens in enumerate(rows_of):
         start = 0 if range_starts is None else range_starts[request]
         queries = torch.arange(len(tokens), device=topk.device)
         for part in queries.split(_ROWS_AT_ONCE):

@@ -17,9 +17,11 @@ In a model with MTP layers the output projection leans towards the id after the
 token at hand, in the model and in its drafts: some drafts are accepted, not all.
 """
 
+import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,8 +118,9 @@ SPECS = {
     # V3.2's real attention, one rank of TP1 and the head count of a TP8 rank.
     "dsv32-128h": ModelSpec(7168, 128, 1536, 2048, 4, 1024),
     "dsv32-16h": ModelSpec(7168, 16, 1536, 2048, 4, 1024),
-    # So deep that a step of thousands of tokens takes the GPU longer than the host.
-    "dsv32-16h-12l": ModelSpec(7168, 16, 1536, 2048, 12, 1024),
+    # So deep that a step of thousands of tokens takes the GPU longer than the host. The
+    # feed-forward is as wide as what one rank of TP8 computes of nine experts.
+    "dsv32-16h-36l": ModelSpec(7168, 16, 1536, 2048, 36, 2304),
     # All that people launch: experts, MTP, and layers that share an indexer.
     "tiny-moe": ModelSpec(
         *(512, 128, 512, 512, 3, 512),
@@ -344,10 +347,11 @@ def write_model(folder: str | Path, name: str, *, seed: int = 0) -> Path:
     spec = get_spec(name)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        tensor_name: _make_tensor(tensor_name, shape, gain, seed)
-        for tensor_name, shape, gain in iter_tensor_shapes(spec)
-    }
+    names, *sizes = zip(*iter_tensor_shapes(spec))
+    # Threads, for torch draws a tensor's numbers by one.
+    with ThreadPoolExecutor() as threads:
+        made = threads.map(_make_tensor, names, *sizes, itertools.repeat(seed))
+        tensors = dict(zip(names, made))
     if spec.num_mtp_layers:
         _lean_to_successors(tensors, spec)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
