@@ -18,9 +18,10 @@ requests that a server went on with though all were answered or given up, ``comp
 kernels that vLLM's JIT monitor saw after the warm-up, ``tensors`` what they occupy on
 the GPU.
 
-By default one GPU does the work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in
-four layers and without the all-reduces. Needs an SM90 GPU, and the package and vLLM's
-``bench`` extra installed. Ends with 1 if a request failed or was left.
+The servers have vLLM's defaults, CUDA graphs among them. By default one GPU does the
+work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in four layers and without the
+all-reduces. Needs an SM90 GPU, and the package and vLLM's ``bench`` extra installed.
+Ends with 1 if a request failed or was left. Ctrl-C keeps the rounds that it has.
 """
 
 import asyncio
@@ -46,7 +47,12 @@ from serving.rounds import (
     run_rounds,
 )
 from serving.server import MODEL_NAME, Server
-from serving.servers import add_server_options, parse_comparison, running_servers
+from serving.servers import (
+    OWN_WORKER,
+    add_server_options,
+    parse_comparison,
+    running_servers,
+)
 
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 4, 768
 PROMPT_TOKENS = (1024, 16384)
@@ -220,7 +226,11 @@ def main() -> None:
     if min(*args.rates, args.rounds, args.seconds) <= 0:
         parser.error("--rates, --rounds and --seconds must be above 0")
     with running_servers(
-        args, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB, tokenizer=True
+        args,
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_gib=KV_CACHE_GIB,
+        tokenizer=True,
+        extra_args=OWN_WORKER,
     ) as servers:
         found = asyncio.run(
             measure(servers, args.rates, args.rounds, args.seconds, args.time_limit)

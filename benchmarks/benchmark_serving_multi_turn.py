@@ -23,10 +23,11 @@ Requests are text, which one process of a server reads by default; ``--api-serve
 gives it company. ``patched``, which dispatches as stock on SM90, shows how far equal
 servers differ.
 
-By default one GPU does the work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in
-36 of its 61 layers and without the all-reduces. Three such servers take 120 GiB. Needs
-an SM90 GPU and the package installed beside vLLM. Ends with 1 if a request failed or
-was cold.
+The servers have vLLM's defaults, CUDA graphs among them. By default one GPU does the
+work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in 36 of its 61 layers and
+without the all-reduces. Three such servers take 120 GiB. Needs an SM90 GPU and the
+package installed beside vLLM. Ends with 1 if a request failed or was cold. Ctrl-C keeps
+the rounds that it has.
 """
 
 import asyncio
@@ -46,8 +47,13 @@ from serving.rounds import (
     percentiles,
     run_rounds,
 )
-from serving.server import NO_COMPILE, Server
-from serving.servers import add_server_options, parse_comparison, running_servers
+from serving.server import Server
+from serving.servers import (
+    OWN_WORKER,
+    add_server_options,
+    parse_comparison,
+    running_servers,
+)
 
 CONVERSATIONS = 30
 AT_A_TIME = CONVERSATIONS + 1
@@ -59,8 +65,6 @@ ANSWER_TOKENS = 8
 MAX_MODEL_LEN = 16384
 # Conversations and the last fifty prompts take 0.65 million tokens.
 KV_CACHE_GIB = 28.0
-# As with several ranks, no process both reads requests and launches kernels.
-WORKER_OF_ITS_OWN = ("--distributed-executor-backend", "mp")
 # Of a history the last block, and the token that no step has computed, are not cached.
 LOST_TOKENS = 256
 COUNTS = ("failed", "cold", "masked MHA calls", "compiled", "tensors MiB")
@@ -227,10 +231,7 @@ def main() -> None:
         max_model_len=MAX_MODEL_LEN,
         kv_cache_gib=KV_CACHE_GIB,
         tokenizer=True,
-        extra_args=(
-            *(*NO_COMPILE, *WORKER_OF_ITS_OWN),
-            *("--api-server-count", str(args.api_servers)),
-        ),
+        extra_args=(*OWN_WORKER, "--api-server-count", str(args.api_servers)),
     ) as servers:
         found = asyncio.run(
             measure(

@@ -3,6 +3,7 @@
 """Servers that answer the same in several rounds, compared with stock's answers."""
 
 import argparse
+import asyncio
 import math
 import sys
 import time
@@ -78,6 +79,9 @@ async def run_rounds(
 ) -> Found:
     """Load one server after the other in each round.
 
+    An interrupt ends the run as the time limit does, and what is left of its round is
+    dropped.
+
     Args:
         servers: by variant.
         schedule: number and place of each round; number 0 warms up.
@@ -92,18 +96,35 @@ async def run_rounds(
             print(f"the time limit ended the run in round {number}", file=sys.stderr)
             break
         # Every other round backwards: no variant always follows the same one.
-        for variant in list(servers)[:: 1 if number % 2 else -1]:
-            server = servers[variant]
-            masked = len(read_records(server.folder))
-            compiled = len(server.jit_kernels())
-            answers = await run(variant, number, place, seed)
-            answers.masked = len(read_records(server.folder)) - masked
-            answers.compiled = len(server.jit_kernels()) - compiled
-            seen = read_gpu_memory(server.folder)
-            answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
-            if number:
-                found.setdefault((place, variant), []).append(answers)
+        order = list(servers)[:: 1 if number % 2 else -1]
+        try:
+            answers = {
+                variant: await _run_round(
+                    servers[variant], run(variant, number, place, seed)
+                )
+                for variant in order
+            }
+        except asyncio.CancelledError:
+            if number <= 1:
+                raise
+            print(f"interrupted in round {number}", file=sys.stderr)
+            break
+        if number:
+            for variant, answer in answers.items():
+                found.setdefault((place, variant), []).append(answer)
     return found
+
+
+async def _run_round(server: Server, run: Awaitable[AnyRound]) -> AnyRound:
+    """A round, with what the server says of itself."""
+    masked = len(read_records(server.folder))
+    compiled = len(server.jit_kernels())
+    answers = await run
+    answers.masked = len(read_records(server.folder)) - masked
+    answers.compiled = len(server.jit_kernels()) - compiled
+    seen = read_gpu_memory(server.folder)
+    answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
+    return answers
 
 
 def compared_rows(found: Found, place: str, counts: Collection[str]) -> list[dict]:

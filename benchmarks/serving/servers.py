@@ -16,6 +16,10 @@ from serving.probe import GPU_MEMORY_PLUGIN, probe_environment
 from serving.server import VARIANTS, Server
 from vllm_sparse_mla.testing.tiny_model import SPECS, write_model
 
+# For a server that stands for one rank of several: as there, no process both reads
+# requests and launches kernels.
+OWN_WORKER = ("--distributed-executor-backend", "mp")
+
 
 def variant_list(text: str) -> list[str]:
     """Argument type of ``--variants``."""

@@ -3,8 +3,11 @@
 """The multi-turn benchmark's requests and numbers, with made-up servers."""
 
 import asyncio
+import itertools
 import math
+import os
 import random
+import signal
 from types import SimpleNamespace
 
 import benchmark_serving_multi_turn as multi_turn
@@ -123,6 +126,34 @@ def test_a_turn_goes_on_from_the_one_before(serve):
     longest = max(map(len, turns))
     assert longest <= multi_turn.BASE_TOKENS + multi_turn.GROWTH_TOKENS + TURN_TOKENS
     assert not restarts or restarts < 30
+
+
+def interrupted_at(number):
+    """A delay that is longer from round 3 on, and an interrupt at one request."""
+    warm_up, a_round = 2 * 9 * math.ceil(NUM_PROMPTS / 4), 2 * 9 * NUM_PROMPTS
+    third = 2 * multi_turn.CONVERSATIONS + warm_up + 2 * a_round
+    requests = itertools.count()
+
+    def delay(url):
+        request = next(requests)
+        if request == third + number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 0.02 if request < third else 1.0
+
+    return delay
+
+
+def test_an_interrupt_keeps_whole_rounds(serve, capsys):
+    # While the second server is in its third round.
+    _, rows = serve(rounds=9, delay=interrupted_at(9 * NUM_PROMPTS + 20))
+    for variant in ("stock", "opt-in"):
+        assert value(rows, "turn: TTFT p99 ms", variant) == pytest.approx(20)
+    assert "interrupted in round 3" in capsys.readouterr().err
+
+
+def test_an_interrupt_of_the_first_round_ends_all(serve):
+    with pytest.raises(KeyboardInterrupt):
+        serve(delay=interrupted_at(-2 * 9 * NUM_PROMPTS - 20))
 
 
 def test_the_time_limit_leaves_one_round(serve, capsys):
