@@ -24,8 +24,6 @@ def _has_gpu() -> bool:
     return "GPU" in listed.stdout
 
 
-# What a run without -m leaves out, by pyproject.toml.
-LEFT_OUT = "not (extra or grid or codegen or processes)"
 HAS_GPU = _has_gpu()
 if not HAS_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -49,7 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu") and not HAS_GPU:
         raise pytest.UsageError("--gpu needs an NVIDIA GPU, and there is none here")
-    if config.getoption("--gpu") and LEFT_OUT in config.option.markexpr:
+    by_default = f"-m{config.option.markexpr}" in config.getini("addopts")
+    if config.getoption("--gpu") and by_default:
         config.option.markexpr = "not (extra or codegen)"
     if config.getoption("--stock"):
         # A test that makes vLLM load its plugins gets none either.

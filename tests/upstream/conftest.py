@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from vllm_sparse_mla.export_patch.changes import (
-    collect_vllm_changes,
+    collect_vllm_sources,
     installed_vllm_root,
+    suite_sources,
 )
 from vllm_sparse_mla.export_patch.diff import Change
 from vllm_sparse_mla.export_patch.fa4 import collect_fa4_changes
+from vllm_sparse_mla.export_patch.source import Source
 from vllm_sparse_mla.export_patch.suite import Suite, collect_suite, tests_root
 
 
@@ -31,9 +33,15 @@ def suite() -> Suite:
 
 
 @pytest.fixture(scope="session")
-def vllm_changes(upstream_root: Path, suite: Suite) -> list[Change]:
+def vllm_sources(upstream_root: Path, suite: Suite) -> list[Source]:
+    """What is made of vLLM's own files, and of the tests."""
+    return collect_vllm_sources(upstream_root) + suite_sources(upstream_root, suite)
+
+
+@pytest.fixture(scope="session")
+def vllm_changes(vllm_sources: list[Source]) -> list[Change]:
     """Changes of vLLM's own files."""
-    return collect_vllm_changes(upstream_root, suite)
+    return [source.change() for source in vllm_sources]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@
 
 import pytest
 
-from vllm_sparse_mla.export_patch.changes import collect_vllm_sources
+from vllm_sparse_mla.export_patch.changes import collect_vllm_sources, suite_sources
 from vllm_sparse_mla.export_patch.diff import patch_text
 from vllm_sparse_mla.export_patch.series import Patch, mail_text
 from vllm_sparse_mla.export_patch.vllm_series import Prefixes, read_table
@@ -15,10 +15,9 @@ NAMES = [step.name for step in read_table()]
 
 
 @pytest.fixture(scope="module")
-def series(upstream_root, suite) -> list[Patch]:
+def series(vllm_sources) -> list[Patch]:
     """The series against the installed vLLM."""
-    sources = collect_vllm_sources(upstream_root, suite)
-    return Prefixes(read_table(), sources).patches()
+    return Prefixes(read_table(), vllm_sources).patches()
 
 
 def test_the_series_ends_at_the_whole_patch(series, vllm_changes):
@@ -36,7 +35,8 @@ def test_each_patch_begins_where_those_before_it_end(series, vllm_changes):
 
 
 def test_a_second_export_is_equal(series, upstream_root, suite):
-    again = Prefixes(read_table(), collect_vllm_sources(upstream_root, suite)).patches()
+    sources = collect_vllm_sources(upstream_root) + suite_sources(upstream_root, suite)
+    again = Prefixes(read_table(), sources).patches()
     texts = [
         [mail_text(patch, i, len(patches)) for i, patch in enumerate(patches, 1)]
         for patches in (series, again)
@@ -58,7 +58,7 @@ def test_every_file_compiles_after_every_patch(series):
 
 
 def test_a_definition_in_no_patch_and_an_unknown_one_are_refused(upstream_root):
-    sources = collect_vllm_sources(upstream_root, None)
+    sources = collect_vllm_sources(upstream_root)
     steps = [step for step in read_table() if step.name != "hopper"]
     with pytest.raises(ValueError, match="no patch of the series brings"):
         Prefixes(steps, sources)

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_sparse_mla.edits import EDITS, Edit
-from vllm_sparse_mla.export_patch.diff import Change
 from vllm_sparse_mla.export_patch.source import Source
 from vllm_sparse_mla.export_patch.splice import Rules
 from vllm_sparse_mla.export_patch.suite import UPSTREAM_TESTS, Suite
@@ -81,14 +80,11 @@ def _source(root: Path, file: OverlaidFile) -> Source:
     return Source(file.path, before, overlay, rules, edits, warning=warning)
 
 
-def collect_vllm_sources(root: Path, suite: Suite | None) -> list[Source]:
+def collect_vllm_sources(root: Path) -> list[Source]:
     """What the overlay makes of vLLM's own files, FlashAttention's excepted.
-
-    Additions to a test file of upstream's are left out where there is none.
 
     Args:
         root: Folder that holds upstream's ``vllm/``, and ``tests/`` in a source tree.
-        suite: Tests to add; None for none.
 
     Raises:
         ValueError: If upstream lacks a file.
@@ -100,18 +96,18 @@ def collect_vllm_sources(root: Path, suite: Suite | None) -> list[Source]:
     ]
     switches = (root / SWITCH_PATH).read_text()
     sources.append(Source(SWITCH_PATH, switches, switches=tuple(VARIABLES)))
-    for name, text in (suite.files if suite else {}).items():
-        path = root / name
-        if path.is_file() or name not in UPSTREAM_TESTS:
-            before = path.read_text() if path.is_file() else None
-            sources.append(Source(name, before, text))
     return sources
 
 
-def collect_vllm_changes(root: Path, suite: Suite | None) -> list[Change]:
-    """Changes of vLLM's own files; arguments as of ``collect_vllm_sources``.
+def suite_sources(root: Path, suite: Suite) -> list[Source]:
+    """The suite's files, and what it adds to test files of upstream's that are there.
 
-    Raises:
-        ValueError: If upstream lacks a file or has no place for a definition.
+    Args:
+        root: As for ``collect_vllm_sources``.
+        suite: The tests.
     """
-    return [source.change() for source in collect_vllm_sources(root, suite)]
+    return [
+        Source(name, path.read_text() if path.is_file() else None, text)
+        for name, text in suite.files.items()
+        if (path := root / name).is_file() or name not in UPSTREAM_TESTS
+    ]

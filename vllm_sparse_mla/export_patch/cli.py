@@ -60,15 +60,15 @@ def command(
     """
     # Not at the top: what it takes to write patches is not needed to serve.
     from vllm_sparse_mla.export_patch.changes import (
-        collect_vllm_changes,
         collect_vllm_sources,
         installed_vllm_root,
+        suite_sources,
     )
     from vllm_sparse_mla.export_patch.diff import patch_text
     from vllm_sparse_mla.export_patch.fa4 import collect_fa4_changes, fa4_series
     from vllm_sparse_mla.export_patch.series import write_series
     from vllm_sparse_mla.export_patch.suite import collect_suite, tests_root
-    from vllm_sparse_mla.export_patch.vllm_series import vllm_series
+    from vllm_sparse_mla.export_patch.vllm_series import Prefixes, read_table
 
     tests = tests_root()
     if series is not None and output is not None:
@@ -77,19 +77,24 @@ def command(
         raise typer.BadParameter("--series needs a checkout: its patches bring tests")
     try:
         root = upstream if upstream is not None else installed_vllm_root()
-        if not fa4:
-            # Another tree is refused before the tests are rewritten: that takes long.
-            collect_vllm_sources(root, None)
+        # Another tree is refused before the tests are rewritten: that takes long.
+        sources = [] if fa4 else collect_vllm_sources(root)
         suite = collect_suite(tests) if tests and not fa4 else None
+        if suite is not None:
+            sources += suite_sources(root, suite)
         if series is not None:
-            patches = fa4_series(root, tests) if fa4 else vllm_series(root, suite)
+            patches = (
+                fa4_series(root, tests)
+                if fa4
+                else Prefixes(read_table(), sources).patches()
+            )
             for path in write_series(series, patches):
                 typer.echo(path)
             return
         changes = (
             collect_fa4_changes(root, tests)
             if fa4
-            else collect_vllm_changes(root, suite)
+            else [source.change() for source in sources]
         )
     except (ValueError, OSError, SyntaxError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -19,12 +19,11 @@ import libcst as cst
 from vllm_sparse_mla.edits import Edit, apply_edits
 from vllm_sparse_mla.export_patch import tree
 from vllm_sparse_mla.export_patch.absent import without
-from vllm_sparse_mla.export_patch.changes import collect_vllm_sources
 from vllm_sparse_mla.export_patch.diff import Change
 from vllm_sparse_mla.export_patch.fixes import FIXES
 from vllm_sparse_mla.export_patch.series import Patch
 from vllm_sparse_mla.export_patch.source import Source
-from vllm_sparse_mla.export_patch.suite import UPSTREAM_TESTS, Suite
+from vllm_sparse_mla.export_patch.suite import UPSTREAM_TESTS
 from vllm_sparse_mla.export_patch.tidy import tidy
 
 TABLE = Path(__file__).with_suffix(".toml")
@@ -143,16 +142,6 @@ class Prefixes:
             result.append(Patch(step.subject, step.message, changes))
             done = texts
         return result
-
-
-def vllm_series(root: Path, suite: Suite | None) -> list[Patch]:
-    """The series; arguments as of ``collect_vllm_sources``.
-
-    Raises:
-        ValueError: If upstream lacks a file or has no place for a definition, or the
-            table is not about what is there.
-    """
-    return Prefixes(read_table(), collect_vllm_sources(root, suite)).patches()
 
 
 def _text(
