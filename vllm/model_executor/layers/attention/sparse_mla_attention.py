@@ -61,7 +61,7 @@ from vllm.model_executor.layers.attention.sparse_mla_warmup import (
     prepare_masked_mha,
 )
 from vllm.platforms import current_platform
-from vllm.triton_utils import triton
+from vllm.utils.math_utils import cdiv, round_up
 from vllm.v1.attention.backends.fa_utils import (
     get_flash_attn_version,
     is_fa_version_supported,
@@ -93,11 +93,13 @@ def _topk_mask_shape(
     ``offset_dense_mask_mod``.
     """
     tile_m = 128 if max_query_len <= 128 else 256
-    padded_q_len = triton.cdiv(max_query_len, tile_m) * tile_m
-    num_words = triton.cdiv(max_key_len, 32) + int(reserve_key_starts_word)
-    group_words = TOPK_MASK_ALIGN_BYTES // 4
-    num_words = triton.cdiv(num_words, group_words) * group_words
-    return batch_size, padded_q_len, num_words
+    # Not triton.cdiv, which takes the host microseconds.
+    num_words = cdiv(max_key_len, 32) + int(reserve_key_starts_word)
+    return (
+        batch_size,
+        round_up(max_query_len, tile_m),
+        round_up(num_words, TOPK_MASK_ALIGN_BYTES // 4),
+    )
 
 
 def _is_masked_mha_available(

@@ -15,6 +15,7 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
     VllmTritonJitKernel,
 )
 from vllm.triton_utils import tl, triton
+from vllm.utils.math_utils import cdiv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,7 +115,7 @@ class ConcatMLAKKernel(VllmTritonJitKernel["ConcatMLAKKernel.CompileKey"]):
         rope_dim = k_pe.shape[2]
         # The largest power of two that divides both parts.
         cols = min(nope_dim & -nope_dim, rope_dim & -rope_dim)
-        blocks = triton.cdiv(tokens * heads, _ROWS) * (k.shape[2] // cols)
+        blocks = cdiv(tokens * heads, _ROWS) * (k.shape[2] // cols)
         return (blocks,), dict(
             num_rows=tokens * heads,
             NUM_HEADS=heads,

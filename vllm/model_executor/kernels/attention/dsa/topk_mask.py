@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.utils.import_utils import has_cutedsl
+from vllm.utils.math_utils import cdiv
 
 logger = init_logger(__name__)
 
@@ -239,7 +240,7 @@ def build_packed_topk_mask(
         raise ValueError(
             f"topk and out must be on one device, got {topk.device} and {out.device}"
         )
-    needed = (batch_size, max_q_len, triton.cdiv(max_seq_len, 32))
+    needed = (batch_size, max_q_len, cdiv(max_seq_len, 32))
     if any(size > have for size, have in zip(needed, out.shape)):
         raise ValueError(
             f"out is too small: batch {batch_size}, max_q_len {max_q_len} and "
