@@ -95,7 +95,7 @@ def run(
         command += ["--continue-on-collection-errors", "-W", "ignore", "--tb", "short"]
         command += ["-o", "junit_family=xunit1", "--junitxml", str(report.resolve())]
         if workers:
-            command += ["-n", str(workers), "--dist", "loadfile"]
+            command += ["-n", str(workers), "--dist", "worksteal"]
         with log.open("w") as out:
             done = subprocess.run(
                 [*command, *tests],
