@@ -49,6 +49,7 @@ PLAIN_HELPERS = {
     "platforms/__init__.py": "the device's capability",
     "triton_utils/__init__.py": "Triton itself",
     "utils/import_utils.py": "whether the CuTe DSL is installed",
+    "utils/math_utils.py": "division that rounds up",
     "utils/platform_utils.py": "the number of multiprocessors",
 }
 
