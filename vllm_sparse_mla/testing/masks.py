@@ -77,7 +77,7 @@ def expected_mask(
     """The mask of top-k rows, from boolean grids: no kernel's arithmetic.
 
     Args:
-        topk: int `[>= queries, topk]`, the rows of all requests one after another.
+        topk: int `[>= queries, topk]`, rows of all requests in turn.
         q_lens: queries of each request.
         rows: of each request in the mask.
         num_keys: keys of a row; others are dropped.
@@ -152,7 +152,7 @@ class MaskCall:
         """Prepare a call.
 
         Args:
-            topk: int32 `[queries, topk]`, the rows of all requests.
+            topk: int32 `[>= queries, topk]`, rows of all requests in turn.
             q_lens: queries of each request.
             max_q_len: rows to write for each request.
             num_keys: keys of a row.
