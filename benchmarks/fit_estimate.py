@@ -142,6 +142,7 @@ def fit(gpu: str, steps: Sequence[Measured]) -> dict:
         "gpu": gpu,
         "multiprocessors": num_sms,
         "max_splits": max_splits,
+        "one_pass": any(max(s.batch.context_lens) and not s.num_chunks for s in steps),
         "microseconds": microseconds,
     }
 

@@ -284,9 +284,12 @@ class Prefill:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in which the cached tokens are gathered."""
+        """Chunks of cached tokens that masked MHA attends to by themselves."""
+        layer = importlib.import_module(LAYER_MODULE).SparseMLACommonImpl
         context = self.prefill.chunked_context
-        return 0 if context is None else len(context.chunks)
+        if context is None or self._impl(layer)._takes_one_pass(self.prefill):
+            return 0
+        return len(context.chunks)
 
     @property
     def max_splits(self) -> int:
@@ -307,11 +310,15 @@ class Prefill:
         return self._masked_mha(importlib.import_module(LAYER_MODULE))
 
     def masked_mha_in_parts(self, parts: int) -> Callable[[], torch.Tensor]:
-        """The same, with so many parts of the cached keys whatever the chunk."""
+        """The same, with so many parts of the cached keys whatever the chunk.
+
+        New tokens, too, are attended to apart from them.
+        """
         attend, module = self.masked_mha(), importlib.import_module(LAYER_MODULE)
+        apart = dict(context_splits=lambda *_: parts, takes_one_pass=lambda *_: False)
 
         def with_parts() -> torch.Tensor:
-            with mock.patch.object(module, "context_splits", lambda *_: parts):
+            with mock.patch.multiple(module, **apart):
                 return attend()
 
         return with_parts

@@ -152,7 +152,12 @@ DECIDED = {
 # An H200's coefficients, as if they were a B200's and of the backend there.
 WAYS = COSTS["microseconds"]["192/128"]
 COSTS_FILES = {
-    "b200.json": {"gpu": "NVIDIA B200", "multiprocessors": 148, "max_splits": 1}
+    "b200.json": {
+        "gpu": "NVIDIA B200",
+        "multiprocessors": 148,
+        "max_splits": 1,
+        "one_pass": False,
+    }
     | {
         "microseconds": {
             "192/128": WAYS | {"FLASHINFER_MLA_SPARSE": WAYS["FLASHMLA_SPARSE"]}

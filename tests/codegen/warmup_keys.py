@@ -122,7 +122,7 @@ def needed(config) -> dict[tuple, str]:
             ):
                 continue
             for masked_call in sparse_mla_warmup.masked_calls():
-                if masked_call.return_lse is not has_context:
+                if masked_call.has_context is not has_context:
                     continue
                 with watched_caches() as caches, FakeTensorMode():
                     call_as_the_layer_does(

@@ -17,11 +17,13 @@ from vllm_sparse_mla.testing.steps import EngineStep, ScheduledRun
 from vllm_sparse_mla.testing.world import Step, World
 
 NO_CONTEXT = "no context"
+ONE_PASS = "one pass"
 WHOLE_SEQUENCE = "whole sequence"
 PER_RANGE = "per range"
 # The callbacks that the layer hands to FA4 on each path.
 _CALLBACKS = {
     NO_CONTEXT: {"dense_mask_mod"},
+    ONE_PASS: {"dense_mask_mod"},
     WHOLE_SEQUENCE: {"offset_dense_mask_mod"},
     PER_RANGE: {"dense_mask_mod"},
 }
@@ -114,7 +116,8 @@ def _paths(world: World, engine_step: EngineStep) -> dict[str, Step]:
 
     if metadata.prefill.chunked_context is None:
         return {NO_CONTEXT: with_workspace()}
-    paths = {WHOLE_SEQUENCE: with_workspace()}
+    whole = with_workspace()
+    paths = {ONE_PASS if world.takes_one_pass(whole) else WHOLE_SEQUENCE: whole}
     smaller = with_workspace(per_range=True)
     # Short contexts may need no more words whole than in ranges.
     if world.impl.masked_mha_workspace_fits(smaller.metadata.prefill):

@@ -8,6 +8,8 @@ import torch
 
 from vllm_sparse_mla.testing.layer import MODELS
 
+CONTEXT_ROWS = 64 * 1024  # of the context workspace: vLLM's upper bound
+
 
 def server_config(
     model: str = "deepseek",
@@ -98,7 +100,9 @@ def step_metadata(
     context = workspace = None
     if any(context_lens):
         context = SimpleNamespace(
-            chunks=[SimpleNamespace(max_seq_len=1)], context_lens_list=context_lens
+            chunks=[SimpleNamespace(max_seq_len=1)],
+            context_lens_list=context_lens,
+            workspace=torch.empty(CONTEXT_ROWS, 1, device="meta"),
         )
     if mask_words is not None:
         workspace = torch.empty(mask_words, dtype=torch.int32, device="meta")

@@ -317,17 +317,19 @@ class World:
         """Float64 latents of cache rows, by the definition of their format."""
         return kv_cache.read_latents(rows, self.dims.kv_cache_dtype, self.k_scale)
 
-    def write_cache(self, step: Step, with_new_tokens: bool = False) -> None:
-        """Store the contexts, NaN of every format wherever there is none."""
+    def write_cache(self, step: Step) -> None:
+        """Store the sequences, as vLLM does before it attends.
+
+        NaN of every format is wherever there is none.
+        """
         self.cache.view(torch.uint8).fill_(0xFF)
         rows = self.cache.flatten(0, 1)
         tables = step.metadata.prefill.block_table
-        for (prompt, start, stop), table in zip(step.spans, tables):
-            tokens = torch.arange(stop if with_new_tokens else start)
-            tokens = tokens.to(self.device)
+        for (prompt, _, stop), table in zip(step.spans, tables):
+            tokens = torch.arange(stop, device=self.device)
             block = table[tokens // self.block_size].long()
             slots = block * self.block_size + tokens % self.block_size
-            rows[slots] = self.rows[prompt][: len(tokens)]
+            rows[slots] = self.rows[prompt][:stop]
 
     def run(self, step: Step, impl: Any = None, write_topk: bool = True):
         """One layer step into an output of NaN: ``[tokens, heads, v_head_dim]``."""
@@ -346,6 +348,11 @@ class World:
         """What a layer calls, replaced where there is no GPU; attention is noted."""
         on_gpu = self.device.type == "cuda"
         return noted_attention(self.calls, self.attend, cache_ops=on_gpu)
+
+    def takes_one_pass(self, step: Step) -> bool:
+        """Whether contexts are attended to together with new tokens; stock's never."""
+        takes = getattr(self.impl, "_takes_one_pass", lambda _: False)
+        return takes(step.metadata.prefill)
 
     def new_output(self, step: Step) -> torch.Tensor:
         shape = (len(step.q), self.dims.num_heads * self.dims.v_head_dim)

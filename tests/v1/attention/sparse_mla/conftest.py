@@ -122,7 +122,8 @@ def on_device(monkeypatch):
         for module in modules:
             monkeypatch.setattr(module, "current_platform", platform)
         if has_opt_in:
-            monkeypatch.setattr(sparse_mla_choice, "num_compute_units", lambda: gpu[1])
+            for module in (sparse_mla_choice, sparse_mla_sm90):
+                monkeypatch.setattr(module, "num_compute_units", lambda: gpu[1])
             monkeypatch.setattr(layer, "is_fa_version_supported", lambda version: fa4)
         # vLLM's choice: FA3 on SM90, FA4 on SM100, FA2 or none elsewhere.
         chosen = {"sm90": 3, "sm100": 4, "sm103": 4, "rocm": None, "cpu": None}

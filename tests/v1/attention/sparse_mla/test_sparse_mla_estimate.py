@@ -97,7 +97,7 @@ def test_microseconds_are_coefficients_times_terms():
     }
     ways[MASKED_MHA]["auto"] |= {"launches": 7.0, "cached tokens": 0.5}
     ways["A_BACKEND"]["auto"] |= {"tokens x head tiles": 2.0}
-    costs = {"gpu": "a GPU", "multiprocessors": SMS, "max_splits": 1}
+    costs = {"gpu": "a GPU", "multiprocessors": SMS, "max_splits": 1, "one_pass": False}
     costs["microseconds"] = {"192/128": ways}
     estimate = make_estimate(costs, 192, 128, "A_BACKEND", "bfloat16", 128, TOPK)
     assert estimate.microseconds([10, 20], [100, 0], 1) == (57.0, 120.0)
@@ -127,7 +127,7 @@ def test_lengths_are_found_exactly(ranges, first, last):
 
 def test_a_prompt_alone_is_asked_for():
     def estimate(masked_us, sparse_us):
-        return PrefillEstimate("a GPU", SMS, 8, TOPK, 1, masked_us, sparse_us)
+        return PrefillEstimate("a GPU", SMS, 8, TOPK, 1, False, masked_us, sparse_us)
 
     launches = (100.0, *[0.0] * (len(MASKED_MHA_TERMS) - 1))
     by_token = (0.0, 0.01, *[0.0] * (len(SPARSE_MQA_TERMS) - 2))

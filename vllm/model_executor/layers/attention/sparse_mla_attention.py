@@ -10,6 +10,7 @@ build masks are in ``kernels/attention/dsa``.
 
 import itertools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,11 @@ from vllm.model_executor.layers.attention.sparse_mla_choice import (
     prefill_estimate,
     step_pays,
 )
-from vllm.model_executor.layers.attention.sparse_mla_context import context_walk
+from vllm.model_executor.layers.attention.sparse_mla_context import (
+    context_walk,
+    takes_one_pass,
+    whole_sequences,
+)
 from vllm.model_executor.layers.attention.sparse_mla_index_sharing import (
     forget_topk_mask,
     holds_topk_mask,
@@ -404,6 +409,64 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             causal=causal,
         )
 
+    def _takes_one_pass(self, prefill: MLACommonPrefillMetadata) -> bool:
+        """Whether contexts are attended to together with the new tokens.
+
+        Those are attended to as they come, which is not how a quantized cache has them.
+        """
+        return (
+            self.dcp_world_size == 1
+            and not is_quantized_kv_cache(self.kv_cache_dtype)
+            and takes_one_pass(prefill, self.num_heads)
+        )
+
+    def _attend_in_one_pass(
+        self,
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: _upstream.T,
+        k_scale: torch.Tensor,
+        mask: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend to whole sequences, whose tokens the cache has by now."""
+        walk = whole_sequences(attn_metadata)
+        max_query_len = attn_metadata.prefill.max_query_len
+
+        def attend(chunk, q, k, v):
+            return self._run_masked_mha(
+                q=q,
+                k=k,
+                v=v,
+                cu_seqlens_q=chunk.query_start_loc,
+                cu_seqlens_k=chunk.cu_seq_lens,
+                max_seqlen_q=max_query_len,
+                max_seqlen_k=chunk.max_seq_len,
+                mask=mask,
+                causal=True,
+                out=out,
+            ), None
+
+        self._walk(walk, attend, q, kv_c_and_k_pe_cache, k_scale)
+
+    def _walk(
+        self,
+        walk: _upstream.T,
+        attend: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dense MHA's own walk over chunks, with ``attend`` as its backend."""
+        prefill = walk.prefill
+        assert prefill is not None
+        backend: Any = SimpleNamespace(run_prefill_context_chunk=attend)
+        prefill.prefill_backend = backend
+        result = self._compute_prefill_context(q, kv_c_and_k_pe_cache, walk, k_scale)
+        # What it refers to would live as long as the step.
+        prefill.prefill_backend = None
+        return result
+
     def _compute_context_mha(
         self,
         q: torch.Tensor,
@@ -413,10 +476,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         topk: torch.Tensor,
         whole_mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the cached context, one workspace-sized chunk after another.
-
-        Dense MHA's own walk over the chunks, with masked attention as its backend.
-        """
+        """Attend to the cached context, one workspace-sized chunk after another."""
         if self.dcp_world_size > 1:
             raise NotImplementedError(
                 "Masked MHA with context does not yet support decode context "
@@ -434,8 +494,6 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             lse = q.new_full((num_heads, num_queries), -math.inf, dtype=torch.float32)
             return output, lse
 
-        # Refers to the prefills, not to the step: that has the walk, and would live on
-        # in a circle.
         def attend(chunk, q, k, v):
             mask, key_starts = self._range_topk_mask(whole_mask, topk, prefill, chunk)
             num_splits = 1
@@ -461,9 +519,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 num_splits=num_splits,
             )
 
-        backend: Any = SimpleNamespace(run_prefill_context_chunk=attend)
-        walked.prefill_backend = backend
-        return self._compute_prefill_context(q, kv_c_and_k_pe_cache, walk, k_scale)
+        return self._walk(walk, attend, q, kv_c_and_k_pe_cache, k_scale)
 
     def forward_mha(  # type: ignore[override]
         self,
@@ -480,8 +536,9 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
 
         Without context: one mask launch (none where a layer of the index group has
         built it) and one FA4 call into ``output``, whatever the number of requests.
-        With context: one mask launch, one FA4 call for the suffix and one for each
-        context chunk, and the merges; one mask launch a range where the
+        With context the same over whole sequences, gathered from the cache, where
+        `takes_one_pass` says so; else one FA4 call for the suffix and one for each
+        context chunk, and the merges, with one mask launch a range where the
         whole-sequence mask does not fit the workspace.
         """
         prefill = attn_metadata.prefill
@@ -518,10 +575,19 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             )
         first = attn_metadata.num_decode_tokens
         topk = self.topk_indices_buffer[first : first + q.shape[0]]
-        k, v = self._project_kv(kv_c_normed, k_pe)
         attn_out = output.view(-1, self.num_heads, self.v_head_dim)
         cu_q_lens = prefill.query_start_loc
         max_query_len = prefill.max_query_len
+        has_context = prefill.chunked_context is not None
+        mask = self._build_whole_topk_mask(
+            topk, prefill, max_seq_len if has_context else max_query_len
+        )
+        if mask is not None and self._takes_one_pass(prefill):
+            self._attend_in_one_pass(
+                q, kv_c_and_k_pe_cache, attn_metadata, k_scale, mask, attn_out
+            )
+            return
+        k, v = self._project_kv(kv_c_normed, k_pe)
         suffix = dict(
             q=q,
             k=k,
@@ -532,12 +598,10 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             max_seqlen_k=max_query_len,
             causal=True,
         )
-        if prefill.chunked_context is None:
-            mask = self._build_whole_topk_mask(topk, prefill, max_query_len)
+        if not has_context:
             self._run_masked_mha(**suffix, mask=mask, out=attn_out)
             return
 
-        mask = self._build_whole_topk_mask(topk, prefill, max_seq_len)
         suffix_mask, key_starts = self._range_topk_mask(mask, topk, prefill)
         suffix_output, suffix_lse = self._run_masked_mha(
             **suffix, mask=suffix_mask, key_starts=key_starts, return_softmax_lse=True

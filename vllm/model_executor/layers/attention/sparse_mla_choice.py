@@ -14,6 +14,7 @@ import numpy as np
 
 import vllm.envs as envs
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.sparse_mla_context import takes_one_pass
 from vllm.model_executor.layers.attention.sparse_mla_estimate import (
     Costs,
     PrefillEstimate,
@@ -110,7 +111,8 @@ def step_pays(
     cached, num_chunks = 0, 0
     if context is not None:
         cached = np.fromiter(context.context_lens_list, np.int64, len(queries))
-        num_chunks = len(context.chunks)
+        if not (estimate.one_pass and takes_one_pass(prefill, estimate.num_heads)):
+            num_chunks = len(context.chunks)
     try:
         masked, sparse = estimate.microseconds(queries, cached, num_chunks)
     except ValueError as error:

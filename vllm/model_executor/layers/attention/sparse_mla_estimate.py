@@ -59,6 +59,31 @@ def num_key_splits(num_blocks: float, num_keys: float, num_sms: int, most: int) 
     return max(1, int(min(num_sms // num_blocks, longest, most)))
 
 
+def num_context_splits(
+    num_tokens: int,
+    num_requests: int,
+    max_context_len: int,
+    num_heads: int,
+    num_sms: int,
+    most: int,
+) -> int:
+    """Parts of the cached keys of requests that are attended to in one call.
+
+    Args:
+        num_tokens: new tokens of the requests.
+        num_requests: with cached tokens.
+        max_context_len: most cached tokens of a request.
+        num_heads: of the rank.
+        num_sms: multiprocessors.
+        most: parts.
+    """
+    # One query would make FA4 compile another kernel to merge by.
+    if num_tokens < 2:
+        return 1
+    blocks = (num_tokens + num_requests * (TILE - 1)) // TILE * num_heads
+    return num_key_splits(blocks, max_context_len, num_sms, most)
+
+
 def prefill_terms(
     query_lens: ArrayLike,
     context_lens: ArrayLike,
@@ -76,7 +101,8 @@ def prefill_terms(
     Args:
         query_lens: new tokens of each request; a sequence or an array.
         context_lens: cached tokens of each request, likewise, or one number for all.
-        num_chunks: in which the cached tokens are gathered; 0 if there are none.
+        num_chunks: of cached tokens, attended to by themselves; 0 if there are none, or
+            if they are taken together with the new ones.
         num_heads: of the rank.
         topk: keys that a query selects where it sees as many.
         num_sms: multiprocessors of the GPU.
@@ -155,6 +181,7 @@ class PrefillEstimate:
         num_heads: of the rank.
         topk: keys that a query selects where it sees as many.
         max_splits: most parts in which cached keys are taken.
+        one_pass: whether cached and new tokens are taken together where they can be.
         masked_mha: microseconds of each of `MASKED_MHA_TERMS`.
         sparse_mqa: microseconds of each of `SPARSE_MQA_TERMS`.
     """
@@ -164,6 +191,7 @@ class PrefillEstimate:
     num_heads: int
     topk: int
     max_splits: int
+    one_pass: bool
     masked_mha: tuple[float, ...]
     sparse_mqa: tuple[float, ...]
 
@@ -185,6 +213,13 @@ class PrefillEstimate:
         )
         return sum(map(mul, self.masked_mha, masked)), sum(
             map(mul, self.sparse_mqa, sparse)
+        )
+
+    def context_splits(self, num_tokens: int, context_len: int) -> int:
+        """Parts of the cached keys of a request alone in its step."""
+        return num_context_splits(
+            *(num_tokens, 1, context_len),
+            *(self.num_heads, self.num_sms, self.max_splits),
         )
 
 
@@ -212,12 +247,15 @@ class Costs(TypedDict):
         gpu: name of the GPU that they were measured on.
         multiprocessors: of that GPU.
         max_splits: most parts in which cached keys were taken.
+        one_pass: whether cached and new tokens were taken together where they can be,
+            which no quantized cache allows.
         microseconds: dimensions -> kernel -> KV cache dtype -> term -> coefficient.
     """
 
     gpu: str
     multiprocessors: Annotated[int, Field(gt=0)]
     max_splits: Annotated[int, Field(gt=0)]
+    one_pass: bool
     microseconds: dict[
         str,
         dict[
@@ -306,6 +344,7 @@ def make_estimate(
         num_heads,
         topk,
         costs["max_splits"],
+        costs["one_pass"] and kv_cache_dtype == "auto",
         *found,
     )
 
@@ -357,7 +396,13 @@ def last_parts(estimate: PrefillEstimate, seq_len: int) -> tuple[tuple[int, int]
     """How many new tokens, of `seq_len` in all, take masked MHA in a step alone."""
 
     def pays(length: int) -> bool:
-        masked, sparse = estimate.microseconds([length], [seq_len - length], 1)
+        context_len = seq_len - length
+        one_pass = (
+            estimate.one_pass and estimate.context_splits(length, context_len) == 1
+        )
+        masked, sparse = estimate.microseconds(
+            [length], [context_len], 0 if one_pass else 1
+        )
         return masked < sparse
 
     return admitted_lengths(pays, 1, seq_len - 1)

@@ -15,6 +15,7 @@ COSTS: "Costs" = {
     "gpu": "NVIDIA H200",
     "multiprocessors": 132,
     "max_splits": 32,
+    "one_pass": True,
     "microseconds": {
         "192/128": {
             "FLASHMLA_SPARSE": {

@@ -11,8 +11,7 @@ import functools
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.sparse_mla_estimate import (
-    TILE,
-    num_key_splits,
+    num_context_splits,
 )
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
@@ -62,8 +61,9 @@ def context_splits(
         max_seq_len: most cached keys of a request.
         num_heads: of the rank.
     """
-    # One query would make FA4 compile another kernel to merge by.
-    if num_tokens < 2 or not sm90_masked_mha_enabled():
+    if not sm90_masked_mha_enabled():
         return 1
-    blocks = (num_tokens + num_requests * (TILE - 1)) // TILE * num_heads
-    return num_key_splits(blocks, max_seq_len, num_compute_units(), MAX_CONTEXT_SPLITS)
+    return num_context_splits(
+        *(num_tokens, num_requests, max_seq_len, num_heads),
+        *(num_compute_units(), MAX_CONTEXT_SPLITS),
+    )

@@ -55,11 +55,12 @@ class MaskedCall:
     causal: bool
     return_lse: bool
     split: bool = False
+    whole: bool = False
 
     @property
     def has_context(self) -> bool:
-        """Whether it is one of several partial attentions, to be merged by LSE."""
-        return self.return_lse
+        """Whether it is made where there are cached tokens."""
+        return self.return_lse or self.whole
 
 
 MASKED_CALLS = (
@@ -72,13 +73,18 @@ MASKED_CALLS = (
     MaskedCall(offset=False, causal=True, return_lse=True),
     MaskedCall(offset=False, causal=False, return_lse=True),
 )
-# What ``context_splits`` adds on SM90.
-_SPLIT_CALL = MaskedCall(offset=True, causal=False, return_lse=True, split=True)
+# What ``context_splits`` and ``takes_one_pass`` add on SM90.
+_SM90_CALLS = (
+    MaskedCall(offset=True, causal=False, return_lse=True, split=True),
+    MaskedCall(offset=False, causal=True, return_lse=False, whole=True),
+)
 
 
 def masked_calls() -> tuple[MaskedCall, ...]:
     """The calls that the layer can make on this device."""
-    return (*MASKED_CALLS, _SPLIT_CALL) if sm90_masked_mha_enabled() else MASKED_CALLS
+    if sm90_masked_mha_enabled():
+        return (*MASKED_CALLS, *_SM90_CALLS)
+    return MASKED_CALLS
 
 
 def _sparse_mla_layers(vllm_config: "VllmConfig | None") -> list[MLAAttention]:
@@ -106,13 +112,14 @@ def _takes_masked_mha(
 ) -> bool:
     """Whether vLLM's dispatch sends a prefill of such requests to masked MHA.
 
-    The workspace is taken to be large enough.
+    The workspaces are taken to be large enough.
     """
     context = None
     if seq_len > query_len:
         context = SimpleNamespace(
             chunks=[SimpleNamespace(max_seq_len=0)],
             context_lens_list=[seq_len - query_len] * num_requests,
+            workspace=torch.empty(num_requests * seq_len, 1, device="meta"),
         )
     prefill = SimpleNamespace(
         max_query_len=query_len,
