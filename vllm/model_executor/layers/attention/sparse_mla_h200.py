@@ -20,13 +20,13 @@ COSTS: "Costs" = {
         "192/128": {
             "FLASHMLA_SPARSE": {
                 "auto": {
-                    "launches": 33.94,
-                    "tokens x heads": 0.001445,
-                    "tokens x head tiles": 0.02378,
-                    "slots x head tiles": 2.102e-05,
-                    "pairs x head tiles": 0.0001928,
-                    "far blocks x head tiles": 8.364e-06,
-                    "tokens of all sequences": 4.945e-05,
+                    "launches": 34.33,
+                    "tokens x heads": 0.001443,
+                    "tokens x head tiles": 0.02341,
+                    "slots x head tiles": 1.975e-05,
+                    "pairs x head tiles": 0.0001948,
+                    "far blocks x head tiles": 8.811e-06,
+                    "tokens of all sequences": 5.636e-06,
                 },
                 "fp8_ds_mla": {
                     "launches": 36.31,
@@ -51,25 +51,25 @@ COSTS: "Costs" = {
             },
             "FLASH_ATTN_MLA_SPARSE": {
                 "auto": {
-                    "launches": 55.05,
-                    "tokens x heads": 0.001341,
-                    "tokens x head tiles": 0.009943,
-                    "slots x head tiles": 1.64e-05,
-                    "pairs x head tiles": 0.0001811,
-                    "far blocks x head tiles": 1.317e-05,
-                    "tokens of all sequences": 0.0001069,
+                    "launches": 56.45,
+                    "tokens x heads": 0.001343,
+                    "tokens x head tiles": 0.009557,
+                    "slots x head tiles": 1.943e-05,
+                    "pairs x head tiles": 0.0001764,
+                    "far blocks x head tiles": 1.435e-05,
+                    "tokens of all sequences": 0.0001061,
                 }
             },
             "masked MHA": {
                 "auto": {
-                    "launches": 18.71,
-                    "new tokens x heads": 0.0009564,
-                    "suffix blocks": 1.8,
-                    "chunks": 27.9,
-                    "cached tokens": 0.0008978,
-                    "cached tokens x heads": 0.0005861,
-                    "context blocks": 2.032,
-                    "merged tokens x heads": 0.0005167,
+                    "launches": 19.74,
+                    "new tokens x heads": 0.0009336,
+                    "suffix blocks": 1.809,
+                    "chunks": 34.46,
+                    "cached tokens": 0.0008071,
+                    "cached tokens x heads": 0.0005936,
+                    "context blocks": 1.887,
+                    "merged tokens x heads": 0.0004979,
                 },
                 "fp8_ds_mla": {
                     "launches": 19.23,
@@ -86,13 +86,13 @@ COSTS: "Costs" = {
         "256/256": {
             "FLASHMLA_SPARSE": {
                 "auto": {
-                    "launches": 32.21,
-                    "tokens x heads": 0.001693,
-                    "tokens x head tiles": 0.02211,
-                    "slots x head tiles": 2.009e-05,
-                    "pairs x head tiles": 0.0001959,
-                    "far blocks x head tiles": 9.363e-06,
-                    "tokens of all sequences": 7.317e-05,
+                    "launches": 35.47,
+                    "tokens x heads": 0.001696,
+                    "tokens x head tiles": 0.02319,
+                    "slots x head tiles": 2.287e-05,
+                    "pairs x head tiles": 0.0001894,
+                    "far blocks x head tiles": 9.337e-06,
+                    "tokens of all sequences": 3.696e-05,
                 },
                 "fp8_ds_mla": {
                     "launches": 38.81,
@@ -117,25 +117,25 @@ COSTS: "Costs" = {
             },
             "FLASH_ATTN_MLA_SPARSE": {
                 "auto": {
-                    "launches": 43.34,
-                    "tokens x heads": 0.001531,
-                    "tokens x head tiles": 0.01062,
-                    "slots x head tiles": 9.609e-06,
-                    "pairs x head tiles": 0.0001937,
-                    "far blocks x head tiles": 1.287e-05,
-                    "tokens of all sequences": 0.0001555,
+                    "launches": 45.65,
+                    "tokens x heads": 0.00154,
+                    "tokens x head tiles": 0.01129,
+                    "slots x head tiles": 8.972e-06,
+                    "pairs x head tiles": 0.0001913,
+                    "far blocks x head tiles": 1.374e-05,
+                    "tokens of all sequences": 0.0001213,
                 }
             },
             "masked MHA": {
                 "auto": {
-                    "launches": 17.89,
-                    "new tokens x heads": 0.00134,
-                    "suffix blocks": 2.996,
-                    "chunks": 28.13,
-                    "cached tokens": 0.000839,
-                    "cached tokens x heads": 0.0009733,
-                    "context blocks": 2.972,
-                    "merged tokens x heads": 0.0009135,
+                    "launches": 18.67,
+                    "new tokens x heads": 0.001361,
+                    "suffix blocks": 2.963,
+                    "chunks": 37.28,
+                    "cached tokens": 0.0008016,
+                    "cached tokens x heads": 0.0009764,
+                    "context blocks": 2.95,
+                    "merged tokens x heads": 0.0002824,
                 },
                 "fp8_ds_mla": {
                     "launches": 18.07,
