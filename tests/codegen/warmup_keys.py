@@ -216,6 +216,7 @@ def main(arch: str, servers: dict, sabotage: list[str], sabotaged: list[str]) ->
     )
     if family == 90:
         sparse_mla_sm90._opted_in = lambda: True
+        sparse_mla_sm90.num_compute_units = lambda: 132
     # A fake tensor has no address to check.
     sparse_mla_attention.check_topk_mask_storage = lambda mask: None
     result = {}

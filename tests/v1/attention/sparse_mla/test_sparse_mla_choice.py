@@ -37,6 +37,7 @@ pytestmark = pytest.mark.stock_fails("stock estimates nothing")
 
 FILE = "VLLM_SPARSE_MLA_COSTS"
 B200 = ("NVIDIA B200", 148)
+H200 = ("NVIDIA H200", 132)
 
 
 @pytest.fixture(autouse=True)
@@ -127,15 +128,40 @@ def test_other_topks_and_sizes_get_an_answer(on_device, topk, size):
     assert answers == {True, False}
 
 
-def test_a_step_is_estimated_once(on_device, monkeypatch, long_batch):
-    on_device("sm90", "1")
-    asked = []
-    ask = PrefillEstimate.microseconds
+@pytest.fixture
+def asked(monkeypatch):
+    """The arguments of each estimate of a step."""
+    lens, ask = [], PrefillEstimate.microseconds
     monkeypatch.setattr(
         PrefillEstimate,
         "microseconds",
-        lambda self, *lens: asked.append(lens) or ask(self, *lens),
+        lambda self, *args: lens.append(args) or ask(self, *args),
     )
+    return lens
+
+
+@pytest.mark.parametrize(
+    ("query_len", "context_len", "kv_cache_dtype", "num_chunks"),
+    [
+        pytest.param(4096, 8192, "auto", 0, id="one-pass"),
+        pytest.param(16, 14000, "auto", 1, id="better-split"),
+        pytest.param(4096, 65000, "auto", 1, id="too-long"),
+        pytest.param(4096, 8192, "fp8_ds_mla", 1, id="quantized"),
+    ],
+)
+def test_contexts_taken_with_new_tokens_are_no_chunk(
+    on_device, asked, query_len, context_len, kv_cache_dtype, num_chunks
+):
+    on_device("sm90", "1", gpu=H200)
+    layer = make_layer()
+    layer.impl.kv_cache_dtype = kv_cache_dtype
+    layer._use_sparse_mha(step_metadata([query_len], [context_len]))
+    ((*_, chunks),) = asked
+    assert chunks == num_chunks
+
+
+def test_a_step_is_estimated_once(on_device, asked, long_batch):
+    on_device("sm90", "1")
     layers = [make_layer(backend="FLASH_ATTN_MLA_SPARSE") for _ in range(3)]
     assert all(layer._use_sparse_mha(long_batch) for layer in layers)
     assert len(asked) == 1

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Contexts and new tokens in one call of FA4, from one gather of whole sequences."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -129,6 +130,16 @@ def test_layers_of_a_step_share_a_plan(world):
     (chunk,) = whole.prefill.chunked_context.chunks
     assert chunk.cu_seq_lens.tolist() == [0, 60, 110, 530]
     assert chunk.query_start_loc.tolist() == first.prefill.query_start_loc.tolist()
+
+
+def test_a_step_keeps_nothing_of_a_layers_call(world):
+    step = world.step(CONTINUED)
+    world.write_cache(step)
+    output = world.new_output(step)
+    world.forward(step, world.impl, output)
+    freed = weakref.ref(output)
+    del output
+    assert freed() is None
 
 
 @pytest.mark.gpu
