@@ -83,10 +83,8 @@ def _fits_one_pass(prefill: MLACommonPrefillMetadata, num_heads: int) -> bool:
     if context is None:
         return False
     assert prefill.query_lens_cpu is not None
-    query_lens, context_lens = (
-        prefill.query_lens_cpu.tolist(),
-        context.context_lens_list,
-    )
+    query_lens = prefill.query_lens_cpu.tolist()
+    context_lens = context.context_lens_list
     if sum(query_lens) + sum(context_lens) > context.workspace.shape[0]:
         return False
     continued = [new for new, cached in zip(query_lens, context_lens) if cached]
