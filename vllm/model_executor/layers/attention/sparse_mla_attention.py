@@ -430,8 +430,10 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         out: torch.Tensor,
     ) -> None:
         """Attend to whole sequences, whose tokens the cache has by now."""
+        prefill = attn_metadata.prefill
+        assert prefill is not None
+        max_query_len = prefill.max_query_len
         walk = whole_sequences(attn_metadata)
-        max_query_len = attn_metadata.prefill.max_query_len
 
         def attend(chunk, q, k, v):
             return self._run_masked_mha(
