@@ -27,6 +27,7 @@ from prefill_batches import Batch
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_sparse_mla.testing.layer import DEEPSEEK, GLM, Dims, make_layer
+from vllm_sparse_mla.testing.served import CONTEXT_ROWS
 from vllm_sparse_mla.testing.stock import load_stock_module
 from vllm_sparse_mla.testing.world import encode_latents, plan_step
 
@@ -36,7 +37,6 @@ LATENT = DEEPSEEK.kv_lora_rank  # and GLM's
 BLOCK_SIZE = 64
 TOPK_ROWS = "uniform"  # of mask_cases.py
 MASK_WORKSPACE_WORDS = 128 * 2**20 // 4  # as vLLM's metadata builder has
-CONTEXT_WORKSPACE_ROWS = 64 * 1024  # likewise, its upper bound
 MAX_MODEL_LEN = 163840  # DeepSeek-V3.2's
 FP8_DS_MLA_GROUP = 128  # latents that share a scale
 
@@ -199,9 +199,7 @@ class Prefill:
         self.output = torch.empty(
             step.queries, heads * dims.v_head_dim, dtype=torch.bfloat16, device=device
         )
-        self.context_workspace = self.q.new_empty(
-            CONTEXT_WORKSPACE_ROWS, dims.latent_dim
-        )
+        self.context_workspace = self.q.new_empty(CONTEXT_ROWS, dims.latent_dim)
         self.mask_workspace = torch.zeros(
             MASK_WORKSPACE_WORDS, dtype=torch.int32, device=device
         )
@@ -282,7 +280,7 @@ class Prefill:
             cls, self.step.dims, self.weight, config, topk_indices_buffer=self.topk
         )
 
-    @property
+    @functools.cached_property
     def num_chunks(self) -> int:
         """Chunks of cached tokens that masked MHA attends to by themselves."""
         layer = importlib.import_module(LAYER_MODULE).SparseMLACommonImpl

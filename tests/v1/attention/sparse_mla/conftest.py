@@ -58,6 +58,15 @@ def report():
     return note
 
 
+@pytest.fixture
+def one_pass(monkeypatch):
+    """The opt-in is in force for contexts, and none of them has too few queries."""
+    from vllm.model_executor.layers.attention import sparse_mla_context
+
+    monkeypatch.setattr(sparse_mla_context, "sm90_masked_mha_enabled", lambda: True)
+    monkeypatch.setattr(sparse_mla_context, "context_splits", lambda *_: 1)
+
+
 class _Platform(SimpleNamespace):
     """As much of a platform as dispatch reads."""
 

@@ -138,6 +138,15 @@ def test_context_with_one_mask_of_whole_sequences(world, spans, chunk_rows):
         assert callbacks == ["offset_dense_mask_mod"] * (1 + len(with_queries))
 
 
+@pytest.mark.stock_fails("stock attends to contexts apart")
+@pytest.mark.parametrize("spans", table(CONTEXT | {"one-cached-token": [(0, 1, 130)]}))
+def test_context_in_one_pass(world, one_pass, spans):
+    step = world.step(spans)
+    world.assert_right(step, world.run(step))
+    (call,) = world.calls
+    assert call.callback == "dense_mask_mod" and call.causal and not call.return_lse
+
+
 @pytest.mark.parametrize("spans", table(CONTEXT, STOCK_MERGES_NOTHING, NO_ROWS))
 def test_context_with_one_mask_a_range(world, spans):
     step = world.step(spans, chunk_rows=SMALL_CHUNKS, per_range=True)

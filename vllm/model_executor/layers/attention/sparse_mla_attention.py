@@ -5,7 +5,8 @@
 Replaces its namesakes in vLLM 0.33.0's module of this name; everything else there
 (metadata, metadata builder, sparse MQA) is upstream's. ``docs/design.md`` states the
 contracts, ``docs/patches.md`` what differs from upstream and why. The kernels that
-build masks are in ``kernels/attention/dsa``.
+build masks are in ``kernels/attention/dsa``. It is as long as it is since upstream has
+all this in one class.
 """
 
 import itertools
@@ -430,38 +431,43 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         out: torch.Tensor,
     ) -> None:
         """Attend to whole sequences, whose tokens the cache has by now."""
-        prefill = attn_metadata.prefill
+        call = dict(mask=mask, causal=True, out=out)
+        walk = whole_sequences(attn_metadata)
+        self._walk(walk, lambda chunk, q: call, q, kv_c_and_k_pe_cache, k_scale)
+
+    def _walk(
+        self,
+        walk: _upstream.T,
+        make_call: Callable[[Any, torch.Tensor], dict[str, Any]],
+        q: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dense MHA's own walk over chunks, with masked attention as its backend.
+
+        ``make_call`` gives what `_run_masked_mha` needs for a chunk and its queries
+        beside their lengths.
+        """
+        prefill = walk.prefill
         assert prefill is not None
         max_query_len = prefill.max_query_len
-        walk = whole_sequences(attn_metadata)
 
         def attend(chunk, q, k, v):
-            return self._run_masked_mha(
+            found = self._run_masked_mha(
                 q=q,
                 k=k,
                 v=v,
                 cu_seqlens_q=chunk.query_start_loc,
                 cu_seqlens_k=chunk.cu_seq_lens,
+                # FA4 has kernels of its own for short queries. A chunk's longest query
+                # may be short where the batch's is not, and would compile them while
+                # serving.
                 max_seqlen_q=max_query_len,
                 max_seqlen_k=chunk.max_seq_len,
-                mask=mask,
-                causal=True,
-                out=out,
-            ), None
+                **make_call(chunk, q),
+            )
+            return found if isinstance(found, tuple) else (found, None)
 
-        self._walk(walk, attend, q, kv_c_and_k_pe_cache, k_scale)
-
-    def _walk(
-        self,
-        walk: _upstream.T,
-        attend: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-        q: torch.Tensor,
-        kv_c_and_k_pe_cache: torch.Tensor,
-        k_scale: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dense MHA's own walk over chunks, with ``attend`` as its backend."""
-        prefill = walk.prefill
-        assert prefill is not None
         backend: Any = SimpleNamespace(run_prefill_context_chunk=attend)
         prefill.prefill_backend = backend
         result = self._compute_prefill_context(q, kv_c_and_k_pe_cache, walk, k_scale)
@@ -496,24 +502,14 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
             lse = q.new_full((num_heads, num_queries), -math.inf, dtype=torch.float32)
             return output, lse
 
-        def attend(chunk, q, k, v):
+        def make_call(chunk, q):
             mask, key_starts = self._range_topk_mask(whole_mask, topk, prefill, chunk)
             num_splits = 1
             if key_starts is not None:
                 num_splits = context_splits(
                     q.shape[0], key_starts.shape[0], chunk.max_seq_len, self.num_heads
                 )
-            return self._run_masked_mha(
-                q=q,
-                k=k,
-                v=v,
-                cu_seqlens_q=chunk.query_start_loc,
-                cu_seqlens_k=chunk.cu_seq_lens,
-                # FA4 has kernels of its own for short queries. A chunk's longest query
-                # may be short where the batch's is not, and would compile them while
-                # serving.
-                max_seqlen_q=prefill.max_query_len,
-                max_seqlen_k=chunk.max_seq_len,
+            return dict(
                 mask=mask,
                 causal=False,
                 key_starts=key_starts,
@@ -521,7 +517,7 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
                 num_splits=num_splits,
             )
 
-        return self._walk(walk, attend, q, kv_c_and_k_pe_cache, k_scale)
+        return self._walk(walk, make_call, q, kv_c_and_k_pe_cache, k_scale)
 
     def forward_mha(  # type: ignore[override]
         self,
@@ -567,7 +563,8 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         assert self.topk_indices_buffer is not None
         if q.shape[0] == 0:
             return
-        if prefill.chunked_context is not None:
+        has_context = prefill.chunked_context is not None
+        if has_context:
             check_kv_cache(
                 kv_c_and_k_pe_cache,
                 self.kv_cache_dtype,
@@ -580,7 +577,6 @@ class SparseMLACommonImpl(_upstream.SparseMLACommonImpl[_upstream.T]):
         attn_out = output.view(-1, self.num_heads, self.v_head_dim)
         cu_q_lens = prefill.query_start_loc
         max_query_len = prefill.max_query_len
-        has_context = prefill.chunked_context is not None
         mask = self._build_whole_topk_mask(
             topk, prefill, max_seq_len if has_context else max_query_len
         )

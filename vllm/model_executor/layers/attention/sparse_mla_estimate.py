@@ -215,13 +215,6 @@ class PrefillEstimate:
             map(mul, self.sparse_mqa, sparse)
         )
 
-    def context_splits(self, num_tokens: int, context_len: int) -> int:
-        """Parts of the cached keys of a request alone in its step."""
-        return num_context_splits(
-            *(num_tokens, 1, context_len),
-            *(self.num_heads, self.num_sms, self.max_splits),
-        )
-
 
 def sparse_mqa_kernel(backend: str, kv_cache_dtype: str, num_heads: int) -> str:
     """Under which name a backend's sparse MQA has coefficients.
@@ -397,12 +390,12 @@ def last_parts(estimate: PrefillEstimate, seq_len: int) -> tuple[tuple[int, int]
 
     def pays(length: int) -> bool:
         context_len = seq_len - length
-        one_pass = (
-            estimate.one_pass and estimate.context_splits(length, context_len) == 1
+        splits = num_context_splits(
+            *(length, 1, context_len),
+            *(estimate.num_heads, estimate.num_sms, estimate.max_splits),
         )
-        masked, sparse = estimate.microseconds(
-            [length], [context_len], 0 if one_pass else 1
-        )
+        num_chunks = 0 if estimate.one_pass and splits == 1 else 1
+        masked, sparse = estimate.microseconds([length], [context_len], num_chunks)
         return masked < sparse
 
     return admitted_lengths(pays, 1, seq_len - 1)
