@@ -16,12 +16,13 @@ rounds: of the milliseconds to the first token, and between two tokens. In brack
 this over stock, and the least and greatest of that among the rounds. ``left`` are
 requests that a server went on with though all were answered or given up, ``compiled``
 kernels that vLLM's JIT monitor saw after the warm-up, ``tensors`` what they occupy on
-the GPU.
+the GPU after a round.
 
 The servers have vLLM's defaults, CUDA graphs among them. By default one GPU does the
-work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in four layers and without the
-all-reduces. Needs an SM90 GPU, and the package and vLLM's ``bench`` extra installed.
-Ends with 1 if a request failed or was left. Ctrl-C keeps the rounds that it has.
+work of one tensor-parallel rank of 8 of DeepSeek-V3.2, in 36 of its 61 layers and
+without the all-reduces. Needs an SM90 GPU, and the package and vLLM's ``bench`` extra
+installed. Ends with 1 if a request failed or was left. Ctrl-C keeps the rounds that it
+has.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ GIVEN_UP = 0.05  # of the requests that are answered
 GIVEN_UP_AFTER_S = 0.03  # or after some tokens
 WARM_UP = 0.25  # of a round
 MAX_MODEL_LEN = sum(length[1] for length in (PROMPT_TOKENS, ANSWER_TOKENS))
-KV_CACHE_GIB = 8.0
+KV_CACHE_GIB = 24.0
 COUNTS = ("failed", "given up", "left", "masked MHA calls", "compiled")
 
 
@@ -211,15 +212,15 @@ async def measure(
 def main() -> None:
     """Command line."""
     parser = plain_parser(__doc__)
-    add_server_options(parser, "dsv32-16h", ranks=8)
+    add_server_options(parser, "dsv32-16h-36l", ranks=8)
     parser.set_defaults(variants=["stock", "opt-in"])
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[4, 8, 16], metavar="R",
-        help="requests a second (default: 4 8 16)",
+        "--rates", type=float, nargs="+", default=[1, 2, 3], metavar="R",
+        help="requests a second (default: 1 2 3)",
     )  # fmt: skip
     add_round_options(parser, rounds=2)
     parser.add_argument(
-        "--seconds", type=float, default=10, help="that a round takes at one rate"
+        "--seconds", type=float, default=20, help="that a round takes at one rate"
     )
     parser.add_argument("--plot", type=Path)
     args = parse_comparison(parser)

@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 from bench_common import plain_parser, print_table, save_csv
 from serving.client import Completion, make_prompt, open_session, stream
-from serving.probe import GPU_MEMORY_PERIOD_S, read_gpu_memory
+from serving.probe import gpu_mib_at
 from serving.scenario import MAX_MODEL_LEN, MODEL
 from serving.server import Server
 from serving.servers import add_server_options, gpu_memory_mib, running_servers
@@ -92,25 +92,13 @@ def _host_mib(server: Server) -> float:
     return sum(process.memory_info().rss for process in processes) / 2**20
 
 
-def _gpu_mib_at(server: Server, moment: float) -> dict[str, float]:
-    """A server's ``allocated`` and ``reserved`` memory, first seen after ``moment``."""
-    for _ in range(20):
-        for record in read_gpu_memory(server.folder):
-            if record["time"] >= moment:
-                return {
-                    name: record[name] / 2**20 for name in ("allocated", "reserved")
-                }
-        time.sleep(GPU_MEMORY_PERIOD_S / 2)
-    raise RuntimeError(f"the server of {server.folder} does not report its memory")
-
-
 def _measure(servers: dict[str, Server], args: argparse.Namespace) -> list[dict]:
     group = list(servers.values())
     asyncio.run(_run(group, args.clients, args.warm_up, seed=1_000_000))
     compiled = [len(server.jit_kernels()) for server in group]
     host, gpu = [_host_mib(server) for server in group], gpu_memory_mib()
     idle = time.time()
-    memory_before = [_gpu_mib_at(server, idle) for server in group]
+    memory_before = [gpu_mib_at(server.folder, idle) for server in group]
     start = time.time()
     loads = asyncio.run(_run(group, args.clients, args.seconds, seed=0))
     end, gpu_after = time.time(), gpu_memory_mib()
@@ -120,8 +108,8 @@ def _measure(servers: dict[str, Server], args: argparse.Namespace) -> list[dict]
         failed = [answer.error for answer in answers if not answer.ok]
         new_kernels = server.jit_kernels()[compiled[i] :]
         before = memory_before[i]
-        half_way = _gpu_mib_at(server, start + args.seconds / 2)
-        after = _gpu_mib_at(server, end)
+        half_way = gpu_mib_at(server.folder, start + args.seconds / 2)
+        after = gpu_mib_at(server.folder, end)
         for text in (*failed[:3], *new_kernels):
             print(f"{variant}: {text}")
         rows.append(

@@ -65,7 +65,7 @@ def steps(sm90: bool) -> dict[str, list[str]]:
             *("--variants", variants),
         ],
         "serving-day": [
-            *("benchmark_serving_day", "--rounds", "1", "--seconds", "8"),
+            *("benchmark_serving_day", "--rounds", "1"),
             *("--variants", variants),
         ],
         "serving-multi-turn": [

@@ -21,7 +21,7 @@ from typing import TextIO
 
 import torch
 
-GPU_MEMORY_PERIOD_S = 1.0
+GPU_MEMORY_PERIOD_S = 0.25
 GPU_MEMORY_PLUGIN = "sparse_mla_gpu_memory_probe"
 
 _MASKED_MHA = "masked_mha.jsonl"
@@ -89,6 +89,23 @@ def read_gpu_memory(folder: Path) -> list[dict]:
     ``reserved`` in bytes: what tensors occupy, and what was taken from the GPU.
     """
     return _read(folder / _GPU_MEMORY)
+
+
+def gpu_mib_at(folder: Path, moment: float) -> dict[str, float]:
+    """A server's ``allocated`` and ``reserved`` MiB, first seen after ``moment``.
+
+    Raises:
+        RuntimeError: no process reports any within some seconds.
+    """
+    deadline = time.monotonic() + 40 * GPU_MEMORY_PERIOD_S
+    while time.monotonic() < deadline:
+        for record in read_gpu_memory(folder):
+            if record["time"] >= moment:
+                return {
+                    name: record[name] / 2**20 for name in ("allocated", "reserved")
+                }
+        time.sleep(GPU_MEMORY_PERIOD_S / 2)
+    raise RuntimeError(f"the server of {folder} does not report its memory")
 
 
 def _read(file: Path) -> list[dict]:

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 import numpy as np
 from bench_common import save_results, with_progress
 
-from serving.probe import read_gpu_memory, read_records
+from serving.probe import gpu_mib_at, read_records
 from serving.server import Server
 from serving.servers import setting_of
 
@@ -27,7 +27,7 @@ class Round:
     seconds: float = 0.0  # from the first request to the last answer
     masked: int = 0  # calls of FA4 with a mask, over all layers
     compiled: int = 0  # kernels, meanwhile
-    tensors_mib: float = 0.0  # GPU memory that tensors occupy, as last seen
+    tensors_mib: float = 0.0  # GPU memory that tensors occupy, when all is answered
 
     def measures(self) -> dict[str, float]:
         """Numbers for people, by name."""
@@ -122,8 +122,7 @@ async def _run_round(server: Server, run: Awaitable[AnyRound]) -> AnyRound:
     answers = await run
     answers.masked = len(read_records(server.folder)) - masked
     answers.compiled = len(server.jit_kernels()) - compiled
-    seen = read_gpu_memory(server.folder)
-    answers.tensors_mib = seen[-1]["allocated"] / 2**20 if seen else 0.0
+    answers.tensors_mib = gpu_mib_at(server.folder, time.time())["allocated"]
     return answers
 
 

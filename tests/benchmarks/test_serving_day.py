@@ -74,12 +74,11 @@ class Served:
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
     """Function that measures variants of `Served`: rows."""
-    spec = get_spec("dsv32-16h")
+    spec = get_spec("dsv32-16h-36l")
     (tmp_path / "config.json").write_text(json.dumps(make_config(spec)))
     write_tokenizer(tmp_path, spec.vocab_size)
     monkeypatch.setattr(rounds, "read_records", lambda folder: [])
-    memory = [{"allocated": 3 * 2**20}]
-    monkeypatch.setattr(rounds, "read_gpu_memory", lambda folder: memory)
+    monkeypatch.setattr(rounds, "gpu_mib_at", lambda *args: {"allocated": 3})
 
     async def run(served: dict[str, Served]) -> list[dict]:
         servers = {}
@@ -138,7 +137,7 @@ def test_what_failed_is_counted_and_not_timed(measure):
 
 
 def test_requests_are_a_mix_of_lengths_over_shared_beginnings():
-    spec = get_spec("dsv32-16h")
+    spec = get_spec("dsv32-16h-36l")
     assert spec.max_position_embeddings >= day.MAX_MODEL_LEN
     requests = day.make_requests(400, 1)
     lengths = sorted(len(request["prompt"]) for request in requests)
@@ -155,7 +154,7 @@ def test_requests_are_a_mix_of_lengths_over_shared_beginnings():
 
 
 def test_a_letter_is_a_token(tmp_path):
-    write_tokenizer(tmp_path, get_spec("dsv32-16h").vocab_size)
+    write_tokenizer(tmp_path, get_spec("dsv32-16h-36l").vocab_size)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for request in day.make_requests(3, 1):
         encoded = tokenizer.encode(request["prompt"])

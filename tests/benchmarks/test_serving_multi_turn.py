@@ -67,8 +67,8 @@ def serve(monkeypatch):
             )
             for name in variants
         }
-        memory = [{"allocated": 2**20}, {"allocated": 3 * 2**20}]
-        monkeypatch.setattr(serving.rounds, "read_gpu_memory", lambda name: memory)
+        memory = {"allocated": 3}
+        monkeypatch.setattr(serving.rounds, "gpu_mib_at", lambda *args: memory)
         records = {name: 0 for name in variants}
         monkeypatch.setattr(
             serving.rounds, "read_records", lambda name: range(records[name])

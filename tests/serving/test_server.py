@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from serving import probe
 from serving.probe import (
     GPU_MEMORY_PLUGIN,
+    gpu_mib_at,
     probe_environment,
     read_gpu_memory,
     read_records,
@@ -166,6 +168,21 @@ def test_gpu_memory_is_recorded_in_stock_processes_and_their_forks(
     for record in records:
         assert (record["allocated"], record["reserved"]) == (3, 5)
         assert record["time"] == pytest.approx(time.time(), abs=120)
+
+
+def test_gpu_memory_is_what_was_seen_after_a_moment(tmp_path, monkeypatch):
+    seen = [(time.time() - 1, 5), (time.time(), 3), (time.time() + 1, 4)]
+    (tmp_path / probe._GPU_MEMORY).write_text(
+        "".join(
+            json.dumps({"time": at, "allocated": mib * 2**20, "reserved": 7 * 2**20})
+            + "\n"
+            for at, mib in seen
+        )
+    )
+    assert gpu_mib_at(tmp_path, seen[1][0]) == {"allocated": 3, "reserved": 7}
+    monkeypatch.setattr(probe, "GPU_MEMORY_PERIOD_S", 0.01)
+    with pytest.raises(RuntimeError, match="does not report its memory"):
+        gpu_mib_at(tmp_path, seen[2][0] + 1)
 
 
 @pytest.mark.processes
