@@ -9,8 +9,9 @@ distribution, and FlashAttention-4's own of masks, on the FA4 inside vLLM:
     make test-external ARGS="--gpu --fa4 flash-attention"       # both, on a GPU
 
 Without network: ``VLLM_SOURCE=FOLDER python3 tests/external/external.py --gpu``; of the
-source distribution only ``tests/`` is needed. Arguments name files or tests of the one
-suite, below its folder ``tests``; without any it is all that import such a module.
+source distribution only ``tests/`` is needed. Arguments name files or tests of either
+suite, from its folder ``tests`` on. A suite of which none is named runs FA4's files of
+masks, or those of vLLM's that import a module which is replaced or edited.
 
 Each test has an outcome in each variant. Those whose outcome is not stock's are run
 again, alone: that settles what came from many tests at once. Ends with 1 where an
@@ -27,7 +28,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_sparse_mla.guard import EDITED_FILES, OVERLAID_FILES
@@ -67,6 +68,22 @@ def importers_of_replaced_modules(source: Path) -> list[str]:
         for path in sorted((source / "tests").rglob("test_*.py"))
         if re.search(pattern, path.read_text())
     ]
+
+
+def with_named_tests(suites: Sequence[Suite], tests: Sequence[str]) -> list[Suite]:
+    """The suites, each with those of the tests that are its own, if any.
+
+    Raises:
+        ValueError: no suite has a file that a test is said to be in.
+    """
+    found = []
+    for suite in suites:
+        own = [t for t in tests if (suite.folder / t.partition("::")[0]).is_file()]
+        found.append(replace(suite, tests=own or suite.tests))
+        tests = [t for t in tests if t not in own]
+    if tests:
+        raise ValueError(f"no suite has {tests}")
+    return found
 
 
 def run(
@@ -210,13 +227,17 @@ def main() -> None:
         parser.error(f"--variants must begin with stock and be of {list(VARIANTS)}")
     suites = []
     if source is not None:
-        tests = args.tests or importers_of_replaced_modules(Path(source))
+        tests = importers_of_replaced_modules(Path(source))
         suites.append(Suite("vllm", Path(source), tests))
     if args.fa4 is not None:
         tests = [
             str(p.relative_to(args.fa4)) for p in sorted(args.fa4.glob(MASK_TESTS))
         ]
         suites.append(Suite("fa4", args.fa4, tests))
+    try:
+        suites = with_named_tests(suites, args.tests)
+    except ValueError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)

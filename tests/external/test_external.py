@@ -7,7 +7,13 @@ import tomllib
 import pytest
 
 from tests.external import external
-from tests.external.external import Suite, compare, importers_of_replaced_modules, run
+from tests.external.external import (
+    Suite,
+    compare,
+    importers_of_replaced_modules,
+    run,
+    with_named_tests,
+)
 
 A_TEST = "tests/test_a.py::test_it[x::y-1]"
 
@@ -46,6 +52,18 @@ def test_files_that_import_what_is_replaced_are_found(make_suite, text, is_one):
     suite = make_suite(text)
     # On SM100 nothing replaces FA4's mask.py, but the list is the same everywhere.
     assert importers_of_replaced_modules(suite.folder) == suite.tests * is_one
+
+
+def test_a_suite_runs_those_of_its_tests_that_are_named(make_suite, tmp_path):
+    suite, other = make_suite(""), Suite("other", tmp_path / "other", ["tests/all.py"])
+    named = [A_TEST, "tests/test_a.py::test_too"]
+    assert [s.tests for s in with_named_tests([other, suite], named)] == [
+        other.tests,
+        named,
+    ]
+    assert with_named_tests([suite, other], []) == [suite, other]
+    with pytest.raises(ValueError, match="no suite has .*test_b"):
+        with_named_tests([suite, other], [*named, "tests/test_b.py"])
 
 
 @pytest.mark.processes
