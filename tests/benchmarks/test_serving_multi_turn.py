@@ -143,6 +143,15 @@ def interrupted_at(number):
     return delay
 
 
+@pytest.fixture
+def interruptible():
+    """Heeds SIGINT also where a shell has started this in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_keeps_whole_rounds(serve, capsys):
     # While the second server is in its third round.
     _, rows = serve(rounds=9, delay=interrupted_at(9 * NUM_PROMPTS + 20))
@@ -151,6 +160,7 @@ def test_an_interrupt_keeps_whole_rounds(serve, capsys):
     assert "interrupted in round 3" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_first_round_ends_all(serve):
     with pytest.raises(KeyboardInterrupt):
         serve(delay=interrupted_at(-2 * 9 * NUM_PROMPTS - 20))

@@ -60,11 +60,10 @@ def report():
 
 @pytest.fixture
 def one_pass(monkeypatch):
-    """The opt-in is in force for contexts, and none of them has too few queries."""
+    """The opt-in is in force for contexts, and none is better taken in parts."""
     from vllm.model_executor.layers.attention import sparse_mla_context
 
-    monkeypatch.setattr(sparse_mla_context, "sm90_masked_mha_enabled", lambda: True)
-    monkeypatch.setattr(sparse_mla_context, "context_splits", lambda *_: 1)
+    monkeypatch.setattr(sparse_mla_context, "one_pass_is_faster", lambda *_: True)
 
 
 class _Platform(SimpleNamespace):

@@ -19,6 +19,22 @@ pytestmark = pytest.mark.stock_fails("stock never splits the keys of a context")
 H200_MULTIPROCESSORS = 132
 
 
+@pytest.fixture
+def on_an_h200(monkeypatch):
+    """This is one, with the opt-in; again without it by a call."""
+
+    def set_opt_in(opted_in: bool) -> None:
+        monkeypatch.setattr(
+            sparse_mla_sm90, "sm90_masked_mha_enabled", lambda: opted_in
+        )
+
+    monkeypatch.setattr(
+        sparse_mla_sm90, "num_compute_units", lambda: H200_MULTIPROCESSORS
+    )
+    set_opt_in(True)
+    return set_opt_in
+
+
 @pytest.mark.parametrize(
     ("tokens", "requests", "keys", "heads", "splits"),
     [
@@ -35,17 +51,39 @@ H200_MULTIPROCESSORS = 132
         pytest.param(1, 1, 14000, 16, 1, id="one-query"),
     ],
 )
-def test_the_number_of_parts(monkeypatch, tokens, requests, keys, heads, splits):
+def test_the_number_of_parts(on_an_h200, tokens, requests, keys, heads, splits):
     def number() -> int:
         return sparse_mla_sm90.context_splits(tokens, requests, keys, heads)
 
-    for opted_in in (False, True):
-        for name, answer in (
-            ("sm90_masked_mha_enabled", opted_in),
-            ("num_compute_units", H200_MULTIPROCESSORS),
-        ):
-            monkeypatch.setattr(sparse_mla_sm90, name, lambda answer=answer: answer)
-        assert number() == (splits if opted_in else 1)
+    assert number() == splits
+    on_an_h200(opted_in=False)
+    assert number() == 1
+
+
+CONTINUED = [(16, 14000)] * 4
+
+
+# As measured in docs/results/prefill-choice-h200.md.
+@pytest.mark.parametrize(
+    ("requests", "heads", "one_pass"),
+    [
+        pytest.param([(4096, 0), *CONTINUED], 16, True, id="beside-a-prompt"),
+        pytest.param([(2048, 0), *CONTINUED], 16, True, id="beside-half-a-prompt"),
+        pytest.param([(4096, 0), *CONTINUED], 8, False, id="beside-half-the-heads"),
+        pytest.param([(2048, 0), (256, 32512)], 16, False, id="one-long-row"),
+        pytest.param([(4096, 0), (16, 29984)], 16, False, id="one-longer-row"),
+        pytest.param([(512, 8192)], 16, False, id="alone"),
+        pytest.param([(1024, 16384)], 16, True, id="the-gpu-is-full"),
+        pytest.param([(1, 14000), (1, 0)], 16, True, id="never-in-parts"),
+    ],
+)
+def test_what_is_attended_to_in_one_call(on_an_h200, requests, heads, one_pass):
+    def is_faster() -> bool:
+        return sparse_mla_sm90.one_pass_is_faster(*zip(*requests), heads)
+
+    assert is_faster() is one_pass
+    on_an_h200(opted_in=False)
+    assert not is_faster()
 
 
 SPANS = [(0, 0, 40), (1, 1100, 1116)]

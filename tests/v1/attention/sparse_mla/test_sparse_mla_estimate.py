@@ -27,6 +27,15 @@ BATCHES = [
 ]
 
 
+def rows_of_blocks(requests, num_heads):
+    """Blocks of keys in each row of blocks of queries and a head."""
+    return [
+        cached / 128 + row + 1
+        for new, cached in requests
+        for row in range(-(-new // 128))
+    ] * num_heads
+
+
 def count(requests, num_chunks, num_heads, max_splits):
     """Terms by name, from their definition."""
     queries = sum(q for q, _ in requests)
@@ -40,14 +49,19 @@ def count(requests, num_chunks, num_heads, max_splits):
     idle = [n for n in range(2, max_splits + 1) if n * blocks <= SMS]
     splits = max((n for n in idle if n * 512 <= longest), default=1)
     head_tiles = (num_heads + 63) // 64
+    new_keys = max(max(tiles), suffix / SMS)
+    if num_chunks:
+        longest_row = longest / 128 / splits
+    else:
+        longest_row = max(rows_of_blocks(requests, num_heads)) - new_keys
     masked = {
         "launches": 1,
         "new tokens x heads": queries * num_heads,
-        "suffix blocks": max(max(tiles), suffix / SMS),
+        "suffix blocks": new_keys,
         "chunks": num_chunks,
         "cached tokens": context,
         "cached tokens x heads": context * num_heads,
-        "context blocks": max(longest / 128 / splits, cached / SMS),
+        "context blocks": max(longest_row, cached / SMS),
         "merged tokens x heads": queries * num_heads if num_chunks else 0,
     }
     sparse = {
@@ -68,10 +82,11 @@ def count(requests, num_chunks, num_heads, max_splits):
 
 @pytest.mark.parametrize("max_splits", [1, 32])
 @pytest.mark.parametrize("num_heads", [8, 64, 65, 128])
+@pytest.mark.parametrize("num_chunks", [0, 1], ids=["one-pass", "apart"])
 @pytest.mark.parametrize("requests", BATCHES)
-def test_terms_are_what_they_are_called(requests, num_heads, max_splits):
+def test_terms_are_what_they_are_called(requests, num_chunks, num_heads, max_splits):
     query_lens, context_lens = map(list, zip(*requests))
-    num_chunks = int(any(context_lens))
+    num_chunks *= any(context_lens)
     terms = prefill_terms(
         query_lens, context_lens, num_chunks, num_heads, TOPK, SMS, max_splits
     )

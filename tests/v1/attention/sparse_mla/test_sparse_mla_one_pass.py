@@ -63,23 +63,23 @@ def test_the_mask_has_to_fit_its_workspace(world):
 
 
 @pytest.mark.parametrize("spans", [CONTINUED, CONTINUED[1:2]], ids=["context", "pure"])
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("opted_in", [True, False])
-def test_who_takes_it(world, monkeypatch, opted_in, splits, spans):
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_who_takes_it(world, monkeypatch, is_faster, spans):
     asked = []
 
-    def context_splits(*chunk):
-        asked.append(chunk)
-        return splits
+    def one_pass_is_faster(*step):
+        asked.append(step)
+        return is_faster
 
-    monkeypatch.setattr(sparse_mla_context, "sm90_masked_mha_enabled", lambda: opted_in)
-    monkeypatch.setattr(sparse_mla_context, "context_splits", context_splits)
+    monkeypatch.setattr(sparse_mla_context, "one_pass_is_faster", one_pass_is_faster)
     prefill = world.step(spans).metadata.prefill
     takes = sparse_mla_context.takes_one_pass(prefill, 16)
-    assert takes is (opted_in and splits == 1 and spans is CONTINUED)
+    assert takes is (is_faster and spans is CONTINUED)
     assert sparse_mla_context.takes_one_pass(prefill, 16) is takes
-    if takes:  # of those that have a context, once a step
-        assert asked == [(42, 2, 401, 16)]
+    if takes:  # once a step
+        (step,) = asked
+        assert sorted(zip(*step[:2])) == [(19, 401), (23, 37), (50, 0)]
+        assert step[2] == 16
 
 
 @pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8"])

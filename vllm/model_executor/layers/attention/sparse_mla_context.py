@@ -11,10 +11,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonPrefillMetadata,
     build_mla_chunked_context_metadata,
 )
-from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
-    context_splits,
-    sm90_masked_mha_enabled,
-)
+from vllm.model_executor.layers.attention.sparse_mla_sm90 import one_pass_is_faster
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention.sparse_mla_attention import (
@@ -63,9 +60,8 @@ def takes_one_pass(prefill: MLACommonPrefillMetadata, num_heads: int) -> bool:
     """Whether FA4 may take contexts and new tokens of a step in one call.
 
     The new tokens are in an unquantized cache as they come, so that whole sequences can
-    be gathered from it: one projection and one call, and nothing to merge. Where the
-    keys of a context are better split they stay apart. Not measured on SM100: False
-    there. The step's metadata keeps the answer.
+    be gathered from it: one projection and one call, and nothing to merge. The step's
+    metadata keeps the answer.
 
     Args:
         prefill: the step's.
@@ -73,7 +69,7 @@ def takes_one_pass(prefill: MLACommonPrefillMetadata, num_heads: int) -> bool:
     """
     known = getattr(prefill, "_masked_mha_one_pass", None)
     if known is None:
-        known = sm90_masked_mha_enabled() and _fits_one_pass(prefill, num_heads)
+        known = _fits_one_pass(prefill, num_heads)
         prefill._masked_mha_one_pass = known  # type: ignore[attr-defined]
     return known
 
@@ -87,11 +83,7 @@ def _fits_one_pass(prefill: MLACommonPrefillMetadata, num_heads: int) -> bool:
     context_lens = context.context_lens_list
     if sum(query_lens) + sum(context_lens) > context.workspace.shape[0]:
         return False
-    continued = [new for new, cached in zip(query_lens, context_lens) if cached]
-    splits = context_splits(
-        sum(continued), len(continued), max(context_lens), num_heads
-    )
-    return splits == 1
+    return one_pass_is_faster(query_lens, context_lens, num_heads)
 
 
 def whole_sequences(attn_metadata: T) -> T:

@@ -8,7 +8,7 @@ metadata has on the host; heads of the rank and top-k are inputs like the length
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
@@ -21,6 +21,9 @@ from typing_extensions import TypedDict
 
 TILE = 128  # queries, and keys, of a block of FA4's
 TILES_OF_A_SPLIT = 4  # a shorter part of the keys is not worth its launch
+# How much longer than a multiprocessor's share of the work one row of blocks may take
+# before parts of the cached keys are faster: measured at 1.6 and 1.9 on an H200.
+MOST_SHARES_OF_A_ROW = 1.75
 HEAD_TILE = 64  # heads of a block of sparse MQA's, whatever a rank has
 FEW_HEADS = 32  # with fewer, FlashMLA runs its decode kernel over an FP8 cache
 
@@ -84,6 +87,41 @@ def num_context_splits(
     return num_key_splits(blocks, max_context_len, num_sms, most)
 
 
+def is_faster_in_one_pass(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    num_heads: int,
+    num_sms: int,
+    most: int,
+) -> bool:
+    """Whether to attend to cached and new tokens of a step in one call, without parts.
+
+    One multiprocessor works on a row of blocks, the keys of a request for `TILE` of its
+    queries and a head. Parts shorten rows, which makes up for what they cost where the
+    longest row would go on after all others.
+
+    Args:
+        query_lens: new tokens of each request.
+        context_lens: cached tokens of each request; some has any.
+        num_heads: of the rank.
+        num_sms: multiprocessors.
+        most: parts.
+    """
+    continued = [new for new, cached in zip(query_lens, context_lens) if cached]
+    parts = num_context_splits(
+        *(sum(continued), len(continued), max(context_lens)),
+        *(num_heads, num_sms, most),
+    )
+    if parts == 1:
+        return True
+    longest = blocks = 0.0
+    for new, cached in zip(query_lens, context_lens):
+        tiles, cached_blocks = -(-new // TILE), cached / TILE
+        longest = max(longest, cached_blocks + tiles)
+        blocks += tiles * (cached_blocks + (tiles + 1) / 2)
+    return longest <= MOST_SHARES_OF_A_ROW * blocks * num_heads / num_sms
+
+
 def prefill_terms(
     query_lens: ArrayLike,
     context_lens: ArrayLike,
@@ -117,8 +155,8 @@ def prefill_terms(
     # One matrix, so that one product has every sum. Numbers are floats and results go
     # where they are to be, for numpy's conversions take longer than its arithmetic.
     # What is multiplied by all rows, or asked for its largest number, adjoins.
-    rows = np.empty((7, len(query_lens)))
-    lengths, contexts, tiles, ones, short, unseen, cached = rows
+    rows = np.empty((8, len(query_lens)))
+    lengths, contexts, ends, tiles, ones, short, unseen, cached = rows
     lengths[:], contexts[:] = query_lens, context_lens
     if rows[:2].min(initial=0.0) < 0 or not len(query_lens):
         raise ValueError(
@@ -127,6 +165,9 @@ def prefill_terms(
         )
     np.divide(lengths, float(TILE), tiles)
     np.ceil(tiles, tiles)
+    # The last block of keys of a request's last queries.
+    np.divide(contexts, float(TILE), ends)
+    np.add(ends, tiles, ends)
     ones.fill(1.0)
     # Keys of the top-k that a request's first query finds missing, and the queries for
     # which some are.
@@ -134,22 +175,26 @@ def prefill_terms(
     np.maximum(unseen, 0.0, unseen)
     np.minimum(lengths, unseen, short)
     np.sign(contexts, cached)
-    longest_context, longest_row = rows[1:3].max(axis=1).tolist()
-    of_tiles, of_all, of_short = rows[2:5].dot(rows.T).tolist()
-    _, context_blocks, squares, _, _, _, cached_tiles = of_tiles
-    queries, context, num_tiles, _, num_short, _, _ = of_all
-    _, _, _, _, short_squares, missing, _ = of_short
+    longest_context, last_end, longest_row = rows[1:4].max(axis=1).tolist()
+    of_tiles, of_all, of_short = rows[3:6].dot(rows.T).tolist()
+    _, context_blocks, _, squares, _, _, _, cached_tiles = of_tiles
+    queries, context, _, num_tiles, _, num_short, _, _ = of_all
+    _, _, _, _, _, short_squares, missing, _ = of_short
     context_blocks /= TILE
     share = num_heads / num_sms
+    suffix = max(longest_row, share * (squares + num_tiles) / 2)
     context_row = longest_context / TILE
     if num_chunks:
         # As if every chunk had equally many blocks.
         blocks = max(1.0, cached_tiles * num_heads / num_chunks)
         context_row /= num_key_splits(blocks, longest_context, num_sms, max_splits)
+    else:
+        # Rows have both kinds of keys: what the longest takes beyond the new ones.
+        context_row = last_end - suffix
     masked = (
         1.0,
         queries * num_heads,
-        max(longest_row, share * (squares + num_tiles) / 2),
+        suffix,
         num_chunks,
         context,
         context * num_heads,
@@ -390,11 +435,11 @@ def last_parts(estimate: PrefillEstimate, seq_len: int) -> tuple[tuple[int, int]
 
     def pays(length: int) -> bool:
         context_len = seq_len - length
-        splits = num_context_splits(
-            *(length, 1, context_len),
+        one_pass = estimate.one_pass and is_faster_in_one_pass(
+            *([length], [context_len]),
             *(estimate.num_heads, estimate.num_sms, estimate.max_splits),
         )
-        num_chunks = 0 if estimate.one_pass and splits == 1 else 1
+        num_chunks = 0 if one_pass else 1
         masked, sparse = estimate.microseconds([length], [context_len], num_chunks)
         return masked < sparse
 

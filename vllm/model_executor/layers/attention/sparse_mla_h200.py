@@ -128,14 +128,14 @@ COSTS: "Costs" = {
             },
             "masked MHA": {
                 "auto": {
-                    "launches": 18.67,
+                    "launches": 18.59,
                     "new tokens x heads": 0.001361,
-                    "suffix blocks": 2.963,
-                    "chunks": 37.28,
-                    "cached tokens": 0.0008016,
-                    "cached tokens x heads": 0.0009764,
-                    "context blocks": 2.95,
-                    "merged tokens x heads": 0.0002824,
+                    "suffix blocks": 2.965,
+                    "chunks": 37.41,
+                    "cached tokens": 0.0008716,
+                    "cached tokens x heads": 0.000978,
+                    "context blocks": 2.946,
+                    "merged tokens x heads": 0.0001403,
                 },
                 "fp8_ds_mla": {
                     "launches": 18.07,

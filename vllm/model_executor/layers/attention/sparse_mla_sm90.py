@@ -7,10 +7,12 @@ MHA is also taken on SM90, by the steps for which it is estimated to be faster.
 """
 
 import functools
+from collections.abc import Sequence
 
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.sparse_mla_estimate import (
+    is_faster_in_one_pass,
     num_context_splits,
 )
 from vllm.platforms import current_platform
@@ -65,5 +67,23 @@ def context_splits(
         return 1
     return num_context_splits(
         *(num_tokens, num_requests, max_seq_len, num_heads),
+        *(num_compute_units(), MAX_CONTEXT_SPLITS),
+    )
+
+
+def one_pass_is_faster(
+    query_lens: Sequence[int], context_lens: Sequence[int], num_heads: int
+) -> bool:
+    """Whether FA4 should take cached and new keys of a step in one call.
+
+    Not measured on SM100: False there.
+
+    Args:
+        query_lens: new tokens of each request.
+        context_lens: cached tokens of each request; some has any.
+        num_heads: of the rank.
+    """
+    return sm90_masked_mha_enabled() and is_faster_in_one_pass(
+        *(query_lens, context_lens, num_heads),
         *(num_compute_units(), MAX_CONTEXT_SPLITS),
     )
