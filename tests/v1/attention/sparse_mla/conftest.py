@@ -63,7 +63,8 @@ def one_pass(monkeypatch):
     """The opt-in is in force for contexts, and none is better taken in parts."""
     from vllm.model_executor.layers.attention import sparse_mla_context
 
-    monkeypatch.setattr(sparse_mla_context, "one_pass_is_faster", lambda *_: True)
+    for name in ("sm90_masked_mha_enabled", "one_pass_is_faster"):
+        monkeypatch.setattr(sparse_mla_context, name, lambda *_: True)
 
 
 class _Platform(SimpleNamespace):

@@ -21,20 +21,13 @@ H200_MULTIPROCESSORS = 132
 
 @pytest.fixture
 def on_an_h200(monkeypatch):
-    """This is one, with the opt-in; again without it by a call."""
-
-    def set_opt_in(opted_in: bool) -> None:
-        monkeypatch.setattr(
-            sparse_mla_sm90, "sm90_masked_mha_enabled", lambda: opted_in
-        )
-
+    """As many multiprocessors as it has."""
     monkeypatch.setattr(
         sparse_mla_sm90, "num_compute_units", lambda: H200_MULTIPROCESSORS
     )
-    set_opt_in(True)
-    return set_opt_in
 
 
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize(
     ("tokens", "requests", "keys", "heads", "splits"),
     [
@@ -51,19 +44,20 @@ def on_an_h200(monkeypatch):
         pytest.param(1, 1, 14000, 16, 1, id="one-query"),
     ],
 )
-def test_the_number_of_parts(on_an_h200, tokens, requests, keys, heads, splits):
-    def number() -> int:
-        return sparse_mla_sm90.context_splits(tokens, requests, keys, heads)
-
-    assert number() == splits
-    on_an_h200(opted_in=False)
-    assert number() == 1
+@pytest.mark.parametrize("opted_in", [False, True])
+def test_the_number_of_parts(
+    monkeypatch, opted_in, tokens, requests, keys, heads, splits
+):
+    monkeypatch.setattr(sparse_mla_sm90, "sm90_masked_mha_enabled", lambda: opted_in)
+    number = sparse_mla_sm90.context_splits(tokens, requests, keys, heads)
+    assert number == (splits if opted_in else 1)
 
 
 CONTINUED = [(16, 14000)] * 4
 
 
 # As measured in docs/results/prefill-choice-h200.md.
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize(
     ("requests", "heads", "one_pass"),
     [
@@ -77,13 +71,8 @@ CONTINUED = [(16, 14000)] * 4
         pytest.param([(1, 14000), (1, 0)], 16, True, id="never-in-parts"),
     ],
 )
-def test_what_is_attended_to_in_one_call(on_an_h200, requests, heads, one_pass):
-    def is_faster() -> bool:
-        return sparse_mla_sm90.one_pass_is_faster(*zip(*requests), heads)
-
-    assert is_faster() is one_pass
-    on_an_h200(opted_in=False)
-    assert not is_faster()
+def test_what_is_attended_to_in_one_call(requests, heads, one_pass):
+    assert sparse_mla_sm90.one_pass_is_faster(*zip(*requests), heads) is one_pass
 
 
 SPANS = [(0, 0, 40), (1, 1100, 1116)]

@@ -64,17 +64,19 @@ def test_the_mask_has_to_fit_its_workspace(world):
 
 @pytest.mark.parametrize("spans", [CONTINUED, CONTINUED[1:2]], ids=["context", "pure"])
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_who_takes_it(world, monkeypatch, is_faster, spans):
+@pytest.mark.parametrize("opted_in", [True, False])
+def test_who_takes_it(world, monkeypatch, opted_in, is_faster, spans):
     asked = []
 
     def one_pass_is_faster(*step):
         asked.append(step)
         return is_faster
 
+    monkeypatch.setattr(sparse_mla_context, "sm90_masked_mha_enabled", lambda: opted_in)
     monkeypatch.setattr(sparse_mla_context, "one_pass_is_faster", one_pass_is_faster)
     prefill = world.step(spans).metadata.prefill
     takes = sparse_mla_context.takes_one_pass(prefill, 16)
-    assert takes is (is_faster and spans is CONTINUED)
+    assert takes is (opted_in and is_faster and spans is CONTINUED)
     assert sparse_mla_context.takes_one_pass(prefill, 16) is takes
     if takes:  # once a step
         (step,) = asked

@@ -11,7 +11,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonPrefillMetadata,
     build_mla_chunked_context_metadata,
 )
-from vllm.model_executor.layers.attention.sparse_mla_sm90 import one_pass_is_faster
+from vllm.model_executor.layers.attention.sparse_mla_sm90 import (
+    one_pass_is_faster,
+    sm90_masked_mha_enabled,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention.sparse_mla_attention import (
@@ -60,8 +63,8 @@ def takes_one_pass(prefill: MLACommonPrefillMetadata, num_heads: int) -> bool:
     """Whether FA4 may take contexts and new tokens of a step in one call.
 
     The new tokens are in an unquantized cache as they come, so that whole sequences can
-    be gathered from it: one projection and one call, and nothing to merge. The step's
-    metadata keeps the answer.
+    be gathered from it: one projection and one call, and nothing to merge. Not measured
+    on SM100: False there. The step's metadata keeps the answer.
 
     Args:
         prefill: the step's.
@@ -69,7 +72,7 @@ def takes_one_pass(prefill: MLACommonPrefillMetadata, num_heads: int) -> bool:
     """
     known = getattr(prefill, "_masked_mha_one_pass", None)
     if known is None:
-        known = _fits_one_pass(prefill, num_heads)
+        known = sm90_masked_mha_enabled() and _fits_one_pass(prefill, num_heads)
         prefill._masked_mha_one_pass = known  # type: ignore[attr-defined]
     return known
 

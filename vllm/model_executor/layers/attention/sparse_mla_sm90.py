@@ -76,14 +76,12 @@ def one_pass_is_faster(
 ) -> bool:
     """Whether FA4 should take cached and new keys of a step in one call.
 
-    Not measured on SM100: False there.
-
     Args:
         query_lens: new tokens of each request.
         context_lens: cached tokens of each request; some has any.
         num_heads: of the rank.
     """
-    return sm90_masked_mha_enabled() and is_faster_in_one_pass(
+    return is_faster_in_one_pass(
         *(query_lens, context_lens, num_heads),
         *(num_compute_units(), MAX_CONTEXT_SPLITS),
     )
