@@ -15,8 +15,9 @@ do not fit vLLM's workspace has no masked MHA.
 
 ``--preset fit`` measures what the coefficients of the estimate are fitted to,
 ``--preset mixes`` batches that people serve. ``--context-splits`` times masked MHA
-with so many parts of the cached keys as well, which the layer else decides. For the
-default shapes the length comes last at which both ways take the same time.
+with so many parts of the cached keys as well, which the layer else decides; 0 takes
+them together with the new ones, in one call. For the default shapes the length comes
+last at which both ways take the same time.
 """
 
 import functools
@@ -86,7 +87,8 @@ def usable_ways(
         if not on_sm90() and prefill.step.dims.kv_cache_dtype == "auto":
             makers[STOCK_MASKED] = prefill.stock_masked_mha
         for parts in context_splits:
-            makers[f"{MASKED}, {parts} parts"] = functools.partial(
+            how = f"{parts} parts" if parts else "one call"
+            makers[f"{MASKED}, {how}"] = functools.partial(
                 prefill.masked_mha_in_parts, parts
             )
     for name, backend in backends.items():

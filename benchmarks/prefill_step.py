@@ -310,13 +310,25 @@ class Prefill:
     def masked_mha_in_parts(self, parts: int) -> Callable[[], torch.Tensor]:
         """The same, with so many parts of the cached keys whatever the chunk.
 
-        New tokens, too, are attended to apart from them.
+        New tokens are attended to apart from them; 0 parts are one call for both.
+
+        Raises:
+            RuntimeError: there cannot be one call.
         """
+        one_pass = parts == 0
+        if one_pass and (
+            self.prefill.chunked_context is None
+            or self.step.keys > CONTEXT_ROWS
+            or self.step.dims.kv_cache_dtype != "auto"
+        ):
+            raise RuntimeError("no context, a quantized cache, or too long sequences")
         attend, module = self.masked_mha(), importlib.import_module(LAYER_MODULE)
-        apart = dict(context_splits=lambda *_: parts, takes_one_pass=lambda *_: False)
+        decided = dict(
+            context_splits=lambda *_: parts, takes_one_pass=lambda *_: one_pass
+        )
 
         def with_parts() -> torch.Tensor:
-            with mock.patch.multiple(module, **apart):
+            with mock.patch.multiple(module, **decided):
                 return attend()
 
         return with_parts

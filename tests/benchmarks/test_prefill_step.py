@@ -77,12 +77,26 @@ def test_all_ways_agree(backends, model, text, topk):
     attend = reference.flash_attn_varlen_func
     with noted_attention(calls, attend, cache_ops=False):
         expected = prefill.masked_mha()().float()
-    assert [call.callback for call in calls] == ["offset_dense_mask_mod"] * 2
+        prefill.output.fill_(torch.nan)
+        one_call = prefill.masked_mha_in_parts(0)().float()
+    apart = ["offset_dense_mask_mod"] * 2
+    assert [call.callback for call in calls] == [*apart, "dense_mask_mod"]
+    assert float((one_call - expected).norm() / expected.norm()) < 1e-2
     assert set(backends) == {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"}
     for name, backend in backends.items():
         prefill.output.fill_(torch.nan)
         out = prefill.sparse_mqa(backend)().float()
         assert float((out - expected).norm() / expected.norm()) < 1e-2, name
+
+
+@pytest.mark.parametrize(
+    ("text", "kv_cache_dtype"), [("q70", "auto"), ("q3,q70s170", "fp8_ds_mla")]
+)
+def test_one_call_is_refused_where_there_is_none(text, kv_cache_dtype):
+    step = make_step("deepseek", 1, parse_batch(text), 64, kv_cache_dtype)
+    prefill = Prefill(step, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="no context, a quantized cache"):
+        prefill.masked_mha_in_parts(0)
 
 
 @pytest.mark.parametrize(

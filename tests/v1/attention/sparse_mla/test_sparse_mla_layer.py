@@ -49,11 +49,11 @@ ONE_CHUNK, SMALL_CHUNKS = 4096, 160
 
 
 def table(cases, failing=(), reason=None):
-    for name, spans in cases.items():
-        if name in failing:
-            yield pytest.param(spans, id=name, marks=pytest.mark.stock_fails(reason))
-        else:
-            yield pytest.param(spans, id=name)
+    fails = pytest.mark.stock_fails(reason)
+    return [
+        pytest.param(spans, id=name, marks=[fails] if name in failing else [])
+        for name, spans in cases.items()
+    ]
 
 
 @pytest.fixture
