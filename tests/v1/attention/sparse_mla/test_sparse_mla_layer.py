@@ -49,9 +49,10 @@ ONE_CHUNK, SMALL_CHUNKS = 4096, 160
 
 
 def table(cases, failing=(), reason=None):
-    fails = pytest.mark.stock_fails(reason)
     return [
-        pytest.param(spans, id=name, marks=[fails] if name in failing else [])
+        pytest.param(spans, id=name, marks=pytest.mark.stock_fails(reason))
+        if name in failing
+        else pytest.param(spans, id=name)
         for name, spans in cases.items()
     ]
 
