@@ -132,6 +132,15 @@ def _line(what: str, stock: float, ours: float, unit: str, page: str) -> dict:
     }
 
 
+def _by_variant(page: Page, stem: str, column: str, place: dict) -> dict[str, float]:
+    """A column of the rows of a place; rows that name no cache are of BF16 ones."""
+    return {
+        row["variant"]: float(row[column])
+        for row in read_rows(page.files(stem))
+        if place.items() <= ({"kv cache": "auto"} | row).items()
+    }
+
+
 def readme_results(page: Page) -> str:
     """Seven rows for the README, and their plot."""
     table = []
@@ -145,11 +154,8 @@ def readme_results(page: Page) -> str:
         table.append(_line(what, step["sparse"], step["masked"], "ms", "hopper"))
     place = {"model": "dsv32-16h", "prompt tokens": "8192", "at a time": "1"}
     for cache, name in (("auto", "BF16"), ("fp8", "FP8")):
-        times = {
-            row["variant"]: float(row["TTFT median ms"])
-            for row in read_rows(page.files("serving-ttft"))
-            if place.items() <= row.items() and row.get("kv cache", "auto") == cache
-        }
+        at = place | {"kv cache": cache}
+        times = _by_variant(page, "serving-ttft", "TTFT median ms", at)
         what = f"`vllm serve`, time to first token, 4 layers, the same, {name} KV cache"
         table.append(_line(what, times["stock"], times["opt-in"], "ms", "serving"))
     for stem, place, what in (
@@ -164,18 +170,11 @@ def readme_results(page: Page) -> str:
             "mixed requests, 99th percentile",
         ),
     ):
-        times = {
-            row["variant"]: float(row["value"])
-            for row in read_rows(page.files(stem))
-            if place.items() <= row.items()
-        }
+        times = _by_variant(page, stem, "value", place)
         what = f"`vllm serve`, time to first token, 36 layers, {what}"
         table.append(_line(what, times["stock"], times["opt-in"], "ms", stem))
-    times = {
-        row["variant"]: float(row["median us"])
-        for row in read_rows(page.files("topk-mask-build"))
-        if (row["shape"], row["rows"]) == ("1x4096x32768", "shuffled")
-    }
+    place = {"shape": "1x4096x32768", "rows": "shuffled"}
+    times = _by_variant(page, "topk-mask-build", "median us", place)
     what = "build a mask, 4096 queries x 32768 keys"
     table.append(_line(what, times["stock"], times["cutedsl"], "us", "topk-mask-build"))
     plot = "docs/results/masked-prefill-h200.svg"

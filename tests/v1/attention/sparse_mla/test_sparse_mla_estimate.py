@@ -27,15 +27,6 @@ BATCHES = [
 ]
 
 
-def rows_of_blocks(requests, num_heads):
-    """Blocks of keys in each row of blocks of queries and a head."""
-    return [
-        cached / 128 + row + 1
-        for new, cached in requests
-        for row in range(-(-new // 128))
-    ] * num_heads
-
-
 def count(requests, num_chunks, num_heads, max_splits):
     """Terms by name, from their definition."""
     queries = sum(q for q, _ in requests)
@@ -53,7 +44,7 @@ def count(requests, num_chunks, num_heads, max_splits):
     if num_chunks:
         longest_row = longest / 128 / splits
     else:
-        longest_row = max(rows_of_blocks(requests, num_heads)) - new_keys
+        longest_row = max(n + c / 128 for n, (_, c) in zip(tiles, requests)) - new_keys
     masked = {
         "launches": 1,
         "new tokens x heads": queries * num_heads,

@@ -183,11 +183,11 @@ def prefill_terms(
     context_blocks /= TILE
     share = num_heads / num_sms
     suffix = max(longest_row, share * (squares + num_tiles) / 2)
-    context_row = longest_context / TILE
     if num_chunks:
         # As if every chunk had equally many blocks.
         blocks = max(1.0, cached_tiles * num_heads / num_chunks)
-        context_row /= num_key_splits(blocks, longest_context, num_sms, max_splits)
+        parts = num_key_splits(blocks, longest_context, num_sms, max_splits)
+        context_row = longest_context / TILE / parts
     else:
         # Rows have both kinds of keys: what the longest takes beyond the new ones.
         context_row = last_end - suffix
